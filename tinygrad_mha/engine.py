@@ -17,9 +17,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from tinygrad_mha.primitive import Primitive
 
@@ -231,8 +233,10 @@ def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = Fals
             if everything:
                 stack.extend([x for x in node.inputs if hasattr(x, "requires_grad")])
             else:
-                stack.extend([node.inputs[i] for i in node.needed])
-    made.sort(key=lambda value: value.node.stamp)
+                inputs = node.inputs
+                for i in node.needed:
+                    stack.append(inputs[i])
+    made.sort(key=attrgetter("node.stamp"))
     return leaves + made
 
 
@@ -265,6 +269,7 @@ def sweep(root: Any, seed: Any, differentiable: bool = False, newer_than: int = 
     """
     order = toposort([root], newer_than)
     check_unwritten(order)
+    step = pull_differentiably if differentiable else pull
     gradients = {id(root): seed}
     for value in reversed(order):
         gradient = gradients.pop(id(value), None)
@@ -272,25 +277,27 @@ def sweep(root: Any, seed: Any, differentiable: bool = False, newer_than: int = 
             continue
         yield value, gradient
         if value.node is not None:
-            pull(value, gradient, gradients, differentiable)
+            step(value, gradient, gradients)
 
 
-def pull(value: Any, g: Any, gradients: dict[int, Any], differentiable: bool) -> None:
+def pull(value: Any, g: ndarray, gradients: dict[int, Any]) -> None:
     """Add what the gradient `g` of `value` means for each input of its node to `gradients`."""
     node = value.node
-    op = node.op
-    if differentiable:
-        pull_differentiably(value, g, gradients)
-    elif op.joint_rule is not None:
-        answers = op.joint_rule(g, value._data, *node.residuals, *node.arrays, **node.kwargs)
+    op, inputs, arrays = node.op, node.inputs, node.arrays
+    if op.joint_rule is not None:
+        answers = op.joint_rule(g, value._data, *node.residuals, *arrays, **node.kwargs)
         for i in node.needed:
             if answers[i] is not None:
-                add(gradients, node.inputs[i], fit(answers[i], node.arrays[i], op, i))
-    else:
-        arrays = node.arrays
-        for i in node.needed:
-            gradient = rule_of(op, i)(g, value._data, *node.residuals, *arrays, **node.kwargs)
-            add(gradients, node.inputs[i], fit(gradient, arrays[i], op, i))
+                add(gradients, inputs[i], fit(answers[i], arrays[i], op, i))
+        return
+    operands = (g, value._data, *node.residuals, *arrays)
+    for i in node.needed:
+        rule = op.rules[i] if op.rules is not None else rule_of(op, i)
+        gradient = rule(*operands, **node.kwargs)
+        x = arrays[i]
+        if gradient.__class__ is not ndarray or gradient.shape != x.shape or gradient.dtype is not x.dtype:
+            gradient = fit(gradient, x, op, i)
+        add(gradients, inputs[i], gradient)
 
 
 def pull_differentiably(value: Any, g: Any, gradients: dict[int, Any]) -> None:
@@ -302,7 +309,8 @@ def pull_differentiably(value: Any, g: Any, gradients: dict[int, Any]) -> None:
         # A fused node is differentiated through its composition: run that now, and sweep over just what it makes.
         start = tick()
         again = op.composition(*operands, **node.kwargs)
-        add(gradients, again, g)
+        if again.requires_grad:
+            add(gradients, again, g)
         for inner in reversed(toposort([again], newer_than=start)):
             if inner.node is not None and id(inner) in gradients:
                 pull_differentiably(inner, gradients.pop(id(inner)), gradients)
@@ -318,7 +326,7 @@ def pull_differentiably(value: Any, g: Any, gradients: dict[int, Any]) -> None:
 
 def rule_of(op: Primitive, i: int) -> Any:
     """The rule of argument `i`, which needs one."""
-    rule = op.rules[i] if op.rules is not None else op.rule(i)
+    rule = op.rule(i)
     if rule is None:
         raise TypeError(
             f"primitive {op.name!r} has no derivative rule: give it one per argument with {op.name}.vjps(...)"
@@ -328,8 +336,8 @@ def rule_of(op: Primitive, i: int) -> Any:
 
 def add(gradients: dict[int, Any], x: Any, gradient: Any) -> None:
     """Add one contribution to the gradient of `x`."""
-    so_far = gradients.get(id(x))
-    gradients[id(x)] = gradient if so_far is None else total(so_far, gradient)
+    key = id(x)
+    gradients[key] = total(gradients[key], gradient) if key in gradients else gradient
 
 
 def total(a: Any, b: Any) -> Any:
@@ -340,7 +348,7 @@ def total(a: Any, b: Any) -> Any:
 
 def fit(gradient: Any, x: Any, op: Primitive, i: int) -> Any:
     """What a rule returned for `x`, in the shape and dtype of `x`."""
-    if gradient.__class__ is not np.ndarray and not hasattr(gradient, "requires_grad"):
+    if gradient.__class__ is not ndarray and not hasattr(gradient, "requires_grad"):
         gradient = np.asarray(gradient)
     if gradient.shape != x.shape:
         gradient = unbroadcast(gradient, x, op, i)
@@ -362,11 +370,11 @@ def unbroadcast(gradient: Any, x: Any, op: Primitive, i: int) -> Any:
     return gradient.reshape(x.shape)
 
 
-def backward(root: Any, seed: np.ndarray, leaves_only: bool = False) -> None:
+def backward(root: Any, seed: ndarray, leaves_only: bool = False) -> None:
     """Leaves add what they receive to `.grad`, intermediates are overwritten (left alone with `leaves_only`).
 
     Nothing is stored before the sweep has succeeded. Every `.grad` is a fresh array, shared with nobody.
     """
     received = [(value, g) for value, g in sweep(root, seed) if value.node is None or not leaves_only]
     for value, g in received:
-        value.grad = np.array(g, order="C") if value.node is not None or value.grad is None else total(value.grad, g)
+        value.grad = g.copy() if value.node is not None or value.grad is None else total(value.grad, g)

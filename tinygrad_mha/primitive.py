@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,7 @@ class Primitive:
     def rule(self, i: int) -> Callable[..., Any] | None:
         """The rule of argument `i`, or None where the argument has no derivative."""
         if self.each_rule is not None:
-            each = self.each_rule
-            return lambda *operands, **keywords: each(i, *operands, **keywords)
+            return partial(self.each_rule, i)
         return self.rules[i] if self.rules is not None else None
 
     def argument(self, i: int) -> str:
@@ -112,13 +112,11 @@ class Primitive:
             value = self.forward(*arrays, **keywords)
         except (ValueError, IndexError, TypeError) as error:
             raise self._explained(error, arrays, keywords) from error
-        residuals: tuple[Any, ...] = ()
+        if value.__class__ is np.ndarray:
+            return value, ()
         if value.__class__ is tuple:
-            value, *rest = value
-            residuals = tuple(rest)
-        if value.__class__ is not np.ndarray:
-            value = np.asarray(value)
-        return value, residuals
+            return np.asarray(value[0]), value[1:]
+        return np.asarray(value), ()
 
     def _complete(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Fill optional array arguments with None, so that every rule sees every argument."""

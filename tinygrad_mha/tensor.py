@@ -376,7 +376,7 @@ class Tensor:
         return ops.sqrt(self)
 
     def tanh(self) -> Tensor:
-        return ops.tanh(self)
+        return apply(ops.tanh, (self,))
 
     def sigmoid(self) -> Tensor:
         return ops.sigmoid(self)
@@ -423,7 +423,7 @@ class Tensor:
         return np.argmin(self._data, axis=axis)
 
     def softmax(self, axis: int = -1) -> Tensor:
-        return ops.softmax(self, axis=axis)
+        return apply(ops.softmax, (self,), {"axis": axis})
 
     def log_softmax(self, axis: int = -1) -> Tensor:
         return ops.log_softmax(self, axis=axis)
@@ -476,37 +476,51 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
     """Compute `op` on tensors and constants; remember it if gradients are on and one of them needs one."""
     grad_on, recording, scope = STATE.get()
     arrays: list[Any] = []
-    needed: tuple[int, ...] = ()
+    bit, bits = 1, 0  # bit i of `bits`: input i needs a gradient
     for x in inputs:
         if isinstance(x, Tensor):
-            if x._needs_grad and grad_on:
-                needed = (*needed, len(arrays))
             arrays.append(x._data)
+            if x._needs_grad:
+                bits |= bit
         else:
             arrays.append(as_operand(x))
+        bit += bit
     if kwargs:
         kwargs = _plain_keywords(op, kwargs)
-    if (needed or recording) and len(needed) < len(inputs):
-        arrays = _own_constants(inputs, arrays)
+    needed = POSITIONS[bits] if grad_on else ()
+    if (needed or recording) and bits + 1 != bit:
+        _own_constants(inputs, arrays)
     value, residuals = op.run(arrays, kwargs)
     out = _wrap(value)
     if needed and value.dtype.kind == "f":
         out._needs_grad = True
         if op.underivable:
             _refuse_underivable(op, needed)
-    if out._needs_grad or recording:
         out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, scope)
+    elif recording:
+        out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, scope)
     if value.base is not None:
         _share_written(out, inputs)
     return out
 
 
-def _own_constants(inputs: tuple[Any, ...], arrays: list[Any]) -> list[Any]:
-    """Copies of the plain arrays: what their owner does to them later must not reach the backward."""
-    return [
-        a.copy() if a.__class__ is np.ndarray and not isinstance(x, Tensor) else a
-        for x, a in zip(inputs, arrays, strict=True)
-    ]
+class _Positions(dict[int, tuple[int, ...]]):
+    """The positions of the ones in a number, remembered: most nodes share a handful of these tuples."""
+
+    def __missing__(self, bits: int) -> tuple[int, ...]:
+        positions = tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
+        self[bits] = positions
+        return positions
+
+
+POSITIONS = _Positions()
+
+
+def _own_constants(inputs: tuple[Any, ...], arrays: list[Any]) -> None:
+    """Copy the plain arrays: what their owner does to them later must not reach the backward."""
+    for i, array in enumerate(arrays):
+        if array.__class__ is np.ndarray and not isinstance(inputs[i], Tensor):
+            arrays[i] = array.copy()
 
 
 def _refuse_underivable(op: Primitive, needed: tuple[int, ...]) -> None:
@@ -535,15 +549,14 @@ def _share_written(out: Tensor, inputs: tuple[Any, ...]) -> None:
 
 
 def _plain_keywords(op: Primitive, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords are constants: tensors among them give their arrays, NumPy's scalars become Python numbers."""
     for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            if value._needs_grad:
+        if isinstance(value, (Tensor, np.generic)):
+            if isinstance(value, Tensor) and value._needs_grad:
                 raise TypeError(
                     f"{op.name!r} takes {name}= as a constant, got a tensor that needs a gradient: use .detach()"
                 )
-            kwargs = {**kwargs, name: value._data}
-        elif isinstance(value, np.generic):
-            kwargs = {**kwargs, name: value.item()}
+            kwargs = {**kwargs, name: as_operand(plain(value))}
     return kwargs
 
 
