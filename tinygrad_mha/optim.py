@@ -1,0 +1,386 @@
+"""Optimizers: how gradients move parameters, how long a gradient may be, and how the learning rate goes over time.
+
+Every optimizer writes into the arrays of its parameters and marks them as written, so that a graph which has used the
+old values refuses to run backward through the new ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.tensor import Tensor
+
+State = dict[
+    str, Any
+]  # of one parameter: arrays in its shape and dtype, and plain numbers; empty before its first step
+
+
+class Optimizer:
+    """What all optimizers share: groups of parameters with their options, and a state for each parameter.
+
+    Args:
+        params: tensors (any iterable), or groups of them: dicts with "params" and the options that differ there. A
+            tensor that occurs twice, as tied weights do, is one parameter.
+        defaults: the options of this optimizer and their values.
+
+    Attributes:
+        groups: dicts with "params" (a list of tensors) and every option.
+        lr: the learning rate; setting it sets that of every group.
+
+    Raises:
+        TypeError: a parameter that is no tensor, or an unknown option.
+        ValueError: no parameters, a tensor that was computed, a tensor in two groups, an option out of its range.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self.groups = [_group(group, defaults) for group in _as_groups(params)]
+        self.parameters: list[Tensor] = [p for group in self.groups for p in group["params"]]
+        if not self.parameters:
+            raise ValueError("an optimizer needs parameters, got none: pass model.parameters()")
+        if len({id(p) for p in self.parameters}) < len(self.parameters):
+            twice = next(p for p in self.parameters if sum(p is q for q in self.parameters) > 1)
+            raise ValueError(f"{_label(twice)} stands in two groups: leave it in the one whose options it shall follow")
+        self.state: list[State] = [{} for _ in self.parameters]
+        largest = max(self.parameters, key=lambda p: p._data.nbytes)
+        self._scratch = np.empty(largest._data.nbytes, np.uint8)
+
+    @property
+    def lr(self) -> float:
+        return self.groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        _check_options({"lr": value})
+        for group in self.groups:
+            group["lr"] = value
+
+    def step(self) -> None:
+        """Move every parameter that has a gradient. One without is left alone: no decay, no state."""
+        for p, state, group in self._entries():
+            if p.grad is None:
+                continue
+            _check_gradient(p)
+            self._update(p._data, p.grad, state, group)
+            p._written_cell().touch()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters: each `.grad` is None again."""
+        for p in self.parameters:
+            p.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all that a later `load_state_dict` needs: {"groups": [options ...], "state": [one per parameter]}.
+
+        Arrays stand only in "state"; everything else is plain numbers, lists and strings.
+        """
+        positions = {id(p): i for i, p in enumerate(self.parameters)}
+        groups = [{**group, "params": [positions[id(p)] for p in group["params"]]} for group in self.groups]
+        return {"groups": groups, "state": [_copied(state) for state in self.state]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over the options and the state of another optimizer of this class, over parameters of the same shapes.
+
+        Raises:
+            ValueError: other groups, options, shapes or dtypes. Nothing has changed then.
+        """
+        groups, states = saved["groups"], saved["state"]
+        ours = [len(group["params"]) for group in self.groups]
+        theirs = [len(group["params"]) for group in groups]
+        if ours != theirs or len(states) != len(self.parameters):
+            raise ValueError(f"the saved state is of groups with {theirs} parameters, this optimizer has {ours}")
+        for group, other in zip(self.groups, groups, strict=True):
+            if group.keys() != other.keys():
+                raise ValueError(f"the saved state has the options {sorted(other)}, expected {sorted(group)}")
+            _check_options({key: _plain(value) for key, value in other.items() if key != "params"})
+        options = (other for group, other in zip(self.groups, groups, strict=True) for _ in group["params"])
+        for p, state, other in zip(self.parameters, states, options, strict=True):
+            _check_state(p, state, self._new_state(p._data, other))
+        for group, other in zip(self.groups, groups, strict=True):
+            group.update({key: _plain(value) for key, value in other.items() if key != "params"})
+        self.state = [_copied(state) for state in states]
+
+    def _entries(self) -> Iterator[tuple[Tensor, State, dict[str, Any]]]:
+        states = iter(self.state)
+        for group in self.groups:
+            for p in group["params"]:
+                yield p, next(states), group
+
+    def _new_state(self, p: np.ndarray, group: dict[str, Any]) -> State:
+        raise NotImplementedError
+
+    def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _space_like(self, p: np.ndarray) -> np.ndarray:
+        """Memory in the shape of `p` to compute in. All parameters share it, so that it stays in the cache."""
+        return self._scratch[: p.nbytes].view(p.dtype).reshape(p.shape)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum if wanted.
+
+    p <- p - lr * b, where b is the gradient g + weight_decay * p, or with momentum b <- momentum * b + g (the first b
+    is g), as in torch.optim.SGD.
+
+    Example:
+        >>> p = Tensor([1.0, 2.0], requires_grad=True)
+        >>> (p * p).sum().backward()
+        >>> SGD([p], lr=0.25).step()
+        >>> p.data
+        array([0.5, 1. ], dtype=float32)
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _new_state(self, p: np.ndarray, group: dict[str, Any]) -> State:
+        return {"momentum": np.zeros_like(p)} if group["momentum"] else {}
+
+    def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
+        if not state:
+            state.update(self._new_state(p, group))
+        space = self._space_like(p)
+        if group["weight_decay"]:
+            np.multiply(p, group["weight_decay"], out=space)
+            g = np.add(g, space, out=space)
+        if group["momentum"]:
+            b = state["momentum"]
+            b *= group["momentum"]
+            b += g
+            g = b
+        p -= np.multiply(g, group["lr"], out=space)
+
+
+class Adam(Optimizer):
+    """Adam (arXiv:1412.6980): steps whose size does not depend on the size of the gradients.
+
+    m <- beta1 * m + (1 - beta1) * g
+    v <- beta2 * v + (1 - beta2) * g^2
+    p <- p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    m and v start at 0, which the divisions by 1 - beta^t make up for. A `weight_decay` is added to the gradient
+    (g + weight_decay * p), and so is scaled with it; `AdamW` keeps the two apart.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    def _new_state(self, p: np.ndarray, group: dict[str, Any]) -> State:
+        return {"step": 0, "m": np.zeros_like(p), "v": np.zeros_like(p)}
+
+    def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
+        if not state:
+            state.update(self._new_state(p, group))
+        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        m, v, space = state["m"], state["v"], self._space_like(p)
+        t = state["step"] = state["step"] + 1
+        if decay and self.decoupled:
+            p *= 1 - lr * decay
+        elif decay:
+            g = g + p * decay
+        m *= beta1
+        m += np.multiply(g, 1 - beta1, out=space)
+        v *= beta2
+        np.multiply(g, g, out=space)
+        space *= 1 - beta2
+        v += space
+        np.sqrt(v, out=space)
+        space /= math.sqrt(1 - beta2**t)
+        space += group["eps"]
+        np.divide(m, space, out=space)
+        space *= lr / (1 - beta1**t)
+        p -= space
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (arXiv:1711.05101): p is first multiplied by 1 - lr * weight_decay.
+
+    Example:
+        >>> p = Tensor([1.0], requires_grad=True)
+        >>> p.grad = np.array([0.5], np.float32)
+        >>> AdamW([p], lr=0.1, weight_decay=0.1).step()
+        >>> p.data
+        array([0.89], dtype=float32)
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+def decay_groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters of a module in two groups: matrices and embeddings (two axes or more) decay, biases and the
+    weights of norms do not (as in nanoGPT)."""
+    parameters = [p for _, p in module.named_parameters()]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The length of a gradient
+
+
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
+    """Shorten the gradients so that the L2 norm over all of them together is at most `max_norm`; return what it was.
+
+    Gradients are multiplied in place by max_norm / (norm + 1e-6) where that is less than 1, as torch does. A tensor
+    that occurs twice counts once, one without a gradient not at all. If the norm is inf or nan the gradients stay as
+    they are: look at the result and skip the step.
+
+    Raises:
+        ValueError: `max_norm` is negative or nan.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be 0 or more (inf only measures), got {max_norm}")
+    params = [params] if isinstance(params, Tensor) else params
+    gradients = [p.grad for p in {id(p): p for p in params}.values() if p.grad is not None]
+    norm = global_norm(gradients)
+    factor = max_norm / (norm + 1e-6)
+    if math.isfinite(norm) and factor < 1:
+        for g in gradients:
+            np.multiply(g, factor, out=g)
+    return norm
+
+
+def global_norm(arrays: Iterable[np.ndarray]) -> float:
+    """The L2 norm over all elements of all arrays, summed in float64; 0 of none."""
+    arrays = list(arrays)
+    with np.errstate(over="ignore"):  # what happens then is below
+        squares = sum(_sum_of_squares(a) for a in arrays)
+    if math.isfinite(squares) and squares > 1e-200:
+        return math.sqrt(squares)
+    # Something is inf, nan or all 0, or the squares do not fit even into float64: measure by the largest element.
+    top = float(np.max([np.abs(a).max(initial=0) for a in arrays], initial=0))
+    if top == 0 or not math.isfinite(top):
+        return top
+    return top * math.sqrt(sum(_sum_of_squares(a / top) for a in arrays))
+
+
+def _sum_of_squares(a: np.ndarray) -> float:
+    flat = a.astype(np.float64, copy=False).reshape(-1)
+    return float(np.dot(flat, flat))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The learning rate
+
+
+def warmup_cosine(step: int, max_lr: float, min_lr: float = 0.0, warmup: int = 0, total: int = 1) -> float:
+    """The learning rate of update `step` (0 is the first): up in a line, down in half a cosine, then `min_lr`.
+
+    While step < warmup it is max_lr * (step + 1) / (warmup + 1), so that the first update moves already; at `warmup`
+    it is max_lr, and from `total` on min_lr (nanoGPT's rule; the cosine is that of arXiv:1608.03983).
+
+    Raises:
+        ValueError: a negative step or warmup, `total` below `warmup`, or not 0 <= min_lr <= max_lr.
+    """
+    if step < 0 or warmup < 0 or total < warmup:
+        raise ValueError(f"expected 0 <= step and 0 <= warmup <= total, got {step=}, {warmup=}, {total=}")
+    if not 0 <= min_lr <= max_lr < math.inf:
+        raise ValueError(f"expected 0 <= min_lr <= max_lr, got {min_lr=}, {max_lr=}")
+    if step < warmup:
+        return max_lr * (step + 1) / (warmup + 1)
+    if step >= total:
+        return min_lr
+    progress = (step - warmup) / (total - warmup)
+    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    if isinstance(params, (Tensor, dict)):
+        raise TypeError(f"params must be an iterable of tensors or of groups, got a {type(params).__name__}")
+    entries = list(params)
+    if entries and all(isinstance(entry, dict) for entry in entries):
+        return entries
+    return [{"params": entries}]
+
+
+def _group(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    unknown = given.keys() - defaults.keys() - {"params"}
+    if unknown or "params" not in given:
+        raise TypeError(f'a group has "params" and the options {sorted(defaults)}, got {sorted(given)}')
+    listed = given["params"]
+    tensors = [listed] if isinstance(listed, Tensor) else list(listed)
+    for p in tensors:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"a parameter must be a Tensor, got {type(p).__name__}")
+        if p.node is not None:
+            raise ValueError(f"{_label(p)} was computed by {p.node.op.name!r}; only leaves can be optimized")
+        if p.dtype.kind != "f":
+            raise TypeError(f"{_label(p)} is of {p.dtype}; only floating tensors can be optimized")
+    options = {key: _plain(given.get(key, default)) for key, default in defaults.items()}
+    _check_options(options)
+    return {"params": list({id(p): p for p in tensors}.values()), **options}
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for key, value in options.items():
+        if key == "betas":
+            if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+                raise ValueError(f"betas must be two numbers in [0, 1), got {value}")
+        elif not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise ValueError(f"{key} must be a finite number, 0 or more, got {value!r}")
+
+
+def _check_gradient(p: Tensor) -> None:
+    g = p.grad
+    if not isinstance(g, np.ndarray) or g.shape != p.shape or g.dtype != p.dtype:
+        got = f"{g.shape} {g.dtype}" if isinstance(g, np.ndarray) else type(g).__name__
+        raise ValueError(f"the gradient of {_label(p)} must be an array {p.shape} {p.dtype}, got {got}")
+
+
+def _check_state(p: Tensor, state: State, expected: State) -> None:
+    """A saved state is empty, or it has the names, shapes and dtypes of a fresh one."""
+    if state and state.keys() != expected.keys():
+        raise ValueError(f"the saved state of {_label(p)} has {sorted(state)}, expected {sorted(expected)}")
+    for key, value in state.items():
+        wanted = expected[key]
+        shape, dtype = np.shape(value), getattr(value, "dtype", None)
+        if isinstance(wanted, np.ndarray) and (shape, dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"the saved {key!r} of {_label(p)} is {shape} {dtype}, expected {wanted.shape} {wanted.dtype}"
+            )
+
+
+def _copied(state: State) -> State:
+    return {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in state.items()}
+
+
+def _plain(value: Any) -> Any:
+    """An option as plain Python: NumPy's scalars would not be weak, and JSON knows no tuples."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(v) for v in value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _label(p: Tensor) -> str:
+    return f"the parameter {p.name!r} of shape {p.shape}" if p.name else f"a parameter of shape {p.shape}"
