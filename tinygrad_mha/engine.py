@@ -1,8 +1,8 @@
 """How a gradient travels: nodes, their order, the place where gradients are summed back and stored.
 
-The engine works on *values*: anything with `.node`, `.requires_grad`, `.shape`, `.dtype` and the array `._data`. A value
-without a node is a leaf. A node holds its inputs and never its output, so there are no cycles, and an intermediate dies
-by reference count as soon as nothing needs it.
+The engine works on *values*: anything with `.node`, `.requires_grad`, `.shape`, `.dtype` and the array `._data`. A
+value without a node is a leaf. A node holds its inputs and never its output, so there are no cycles, and an
+intermediate dies by reference count as soon as nothing needs it.
 
 One clock orders everything. A node takes the time at which it was made, a write to a leaf takes the time at which it
 happened: sorting by time is a topological sort, and a leaf written after a node has used it is seen by comparing two
@@ -287,8 +287,9 @@ def pull(value: Any, g: ndarray, gradients: dict[int, Any]) -> None:
     if op.joint_rule is not None:
         answers = op.joint_rule(g, value._data, *node.residuals, *arrays, **node.kwargs)
         for i in node.needed:
-            if answers[i] is not None:
-                add(gradients, inputs[i], fit(answers[i], arrays[i], op, i))
+            if answers[i] is None:
+                raise no_rule(op, i)
+            add(gradients, inputs[i], fit(answers[i], arrays[i], op, i))
         return
     operands = (g, value._data, *node.residuals, *arrays)
     for i in node.needed:
@@ -328,10 +329,15 @@ def rule_of(op: Primitive, i: int) -> Any:
     """The rule of argument `i`, which needs one."""
     rule = op.rule(i)
     if rule is None:
-        raise TypeError(
-            f"primitive {op.name!r} has no derivative rule: give it one per argument with {op.name}.vjps(...)"
-        )
+        raise no_rule(op, i)
     return rule
+
+
+def no_rule(op: Primitive, i: int) -> TypeError:
+    return TypeError(
+        f"primitive {op.name!r} has no derivative rule for its argument {op.argument(i)!r}: give it one per argument "
+        f"with {op.name}.vjps(...), or pass a tensor that needs no gradient"
+    )
 
 
 def add(gradients: dict[int, Any], x: Any, gradient: Any) -> None:

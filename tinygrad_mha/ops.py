@@ -545,7 +545,7 @@ take.vjps(lambda g, y, weight, ids: scatter_add(g, index=ids, shape=weight.shape
 
 
 def check_ids(ids, n, name, besides=None):
-    """Raise unless `ids` are integers in 0 .. n - 1 (or `besides`), naming the first that is not, and where it stands."""
+    """Raise unless `ids` are integers in 0 .. n - 1 (or `besides`), naming the first that is not and its place."""
     ids = np.asarray(ids)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
@@ -691,9 +691,9 @@ def shifted_exp(x, axis):
 
 
 # As 0-d arrays of each dtype: NumPy takes longer to convert a Python number than to use it.
-FLOATS = [np.dtype(kind) for kind in (np.float16, np.float32, np.float64, np.longdouble)]
-LOWEST = {dtype: np.array(np.finfo(dtype).min) for dtype in FLOATS}
-ONE = {dtype: np.ones((), dtype) for dtype in FLOATS}
+FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
+LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in FLOATS}
+ONE = {np.dtype(kind): np.ones((), kind) for kind in FLOATS}
 
 
 @primitive
@@ -845,13 +845,13 @@ def attention(q, k, v, allow=None, bias=None, keep=None, *, scale=None):
 
 
 def attention_vjp(g, y, weights, seen_k, seen_v, q, k, v, allow, bias, keep, *, scale):
+    # q k^T -> scores -> weights -> kept weights -> y, backwards; softmax as above.
     kept_weights = weights if keep is None else weights * keep
-    g_weights = g @ seen_v.mT
-    if keep is not None:
-        g_weights = g_weights * keep
+    g_kept = g @ seen_v.mT
+    g_weights = g_kept if keep is None else g_kept * keep
     g_scores = weights * (g_weights - np.sum(g_weights * weights, axis=-1, keepdims=True))
     scaled = g_scores * attention_scale(q, scale)
-    return scaled @ seen_k, scaled.mT @ q, kept_weights.mT @ g, None, g_scores, None
+    return scaled @ seen_k, scaled.mT @ q, kept_weights.mT @ g, None, g_scores, g_kept * weights
 
 
 attention.vjp_joint(attention_vjp)
