@@ -45,8 +45,7 @@ class Optimizer:
             twice = next(p for p in self.parameters if sum(p is q for q in self.parameters) > 1)
             raise ValueError(f"{_label(twice)} stands in two groups: leave it in the one whose options it shall follow")
         self.state: list[State] = [{} for _ in self.parameters]
-        largest = max(self.parameters, key=lambda p: p._data.nbytes)
-        self._scratch = np.empty(largest._data.nbytes, np.uint8)
+        self._scratch = np.empty(0, np.uint8)
 
     @property
     def lr(self) -> float:
@@ -117,6 +116,8 @@ class Optimizer:
 
     def _space_like(self, p: np.ndarray) -> np.ndarray:
         """Memory in the shape of `p` to compute in. All parameters share it, so that it stays in the cache."""
+        if self._scratch.nbytes < p.nbytes:
+            self._scratch = np.empty(p.nbytes, np.uint8)
         return self._scratch[: p.nbytes].view(p.dtype).reshape(p.shape)
 
 

@@ -1,0 +1,416 @@
+"""From text to batches: tokenizers, a text that is always there, and windows drawn from it.
+
+A model sees token ids only. A tokenizer turns text into ids and back without losing anything; `Batches` cuts windows
+out of a long row of ids and hands over (x, y), where y is x moved on by one. Nobody else shifts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.storage import replacing
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+class Tokenizer:
+    """What all tokenizers share: text to ids, ids to bytes, bytes to text.
+
+    Attributes:
+        vocab_size: ids are 0 ... vocab_size - 1.
+    """
+
+    vocab_size: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text: int64, shape (T,)."""
+        raise NotImplementedError
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact UTF-8 bytes that a row of ids stands for, which may end (or begin) inside of a character."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of a row of ids; a cut character becomes U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write it into a folder, from which `load_tokenizer` brings it back."""
+        raise NotImplementedError
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        row = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+        if row.ndim != 1:
+            raise ValueError(f"decode takes one row of ids, got shape {row.shape}: decode the rows one by one")
+        if row.size and row.dtype.kind not in "iu":
+            raise TypeError(f"ids must be integers, got {row.dtype}")
+        wrong = np.flatnonzero((row < 0) | (row >= self.vocab_size))
+        if wrong.size:
+            i = int(wrong[0])
+            raise ValueError(f"the id {row[i]} at position {i} is not in the vocabulary of {self.vocab_size} tokens")
+        return [int(i) for i in row]
+
+
+class CharTokenizer(Tokenizer):
+    """One id per character, in the order of `characters`.
+
+    Args:
+        characters: the vocabulary; each character once.
+
+    Example:
+        >>> tokenizer = CharTokenizer.of("hello")
+        >>> tokenizer.characters
+        'ehlo'
+        >>> tokenizer.encode("hole")
+        array([1, 3, 2, 0])
+    """
+
+    FILE = "characters.json"
+
+    def __init__(self, characters: str) -> None:
+        _check_text(characters)
+        self._ids = {c: i for i, c in enumerate(characters)}
+        if not characters or len(self._ids) < len(characters):
+            twice = sorted({c for c in characters if characters.count(c) > 1})
+            raise ValueError(f"a vocabulary has each character once and at least one, got {twice or 'none'} too often")
+        self.characters = characters
+        self.vocab_size = len(characters)
+
+    @classmethod
+    def of(cls, text: str) -> CharTokenizer:
+        """The characters that occur in a text, sorted by code point."""
+        return cls("".join(sorted(set(text))))
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text.
+
+        Raises:
+            ValueError: a character that is not in the vocabulary; names it, its position and the vocabulary.
+        """
+        _check_text(text)
+        try:
+            return np.array([self._ids[c] for c in text], np.int64)
+        except KeyError:
+            i, c = next((i, c) for i, c in enumerate(text) if c not in self._ids)
+            raise ValueError(
+                f"the character {c!r} (U+{ord(c):04X}) at position {i} is not in the vocabulary of "
+                f"{self.vocab_size} characters, {self.characters!r}"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join([self.characters[i] for i in self._checked(ids)])
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return self.decode(ids).encode("utf-8", "surrogatepass")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        _write_text(Path(folder, self.FILE), json.dumps({"characters": self.characters}))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> CharTokenizer:
+        path = Path(folder, cls.FILE)
+        saved = _read_json(path)
+        if not isinstance(saved, dict) or not isinstance(saved.get("characters"), str):
+            raise ValueError(f'{path} must hold {{"characters": "..."}}')
+        return cls(saved["characters"])
+
+    def __repr__(self) -> str:
+        return f"CharTokenizer({self.characters!r})"
+
+
+class BPETokenizer(Tokenizer):
+    """GPT-2's byte-level byte pair encoding, run by the library `tokenizers` (the extra `bpe`).
+
+    Args:
+        vocab: {token: id}, tokens written in GPT-2's alphabet, one printable character per byte.
+        merges: pairs of tokens in the order in which they are joined.
+        special: tokens that never come out of ordinary text, such as "<|endoftext|>".
+
+    Raises:
+        ImportError: `tokenizers` is not installed.
+        ValueError: a byte without a token: some text could not be encoded.
+    """
+
+    FILE = "tokenizer.json"
+
+    def __init__(
+        self, vocab: dict[str, int], merges: Iterable[tuple[str, str]], special: Iterable[str] = ("<|endoftext|>",)
+    ) -> None:
+        library = _tokenizers()
+        missing = [byte for byte, symbol in enumerate(BYTE_SYMBOLS) if symbol not in vocab]
+        if missing:
+            raise ValueError(f"a byte-level vocabulary has a token for each of the 256 bytes; missing: {missing}")
+        self.special = [token for token in special if token in vocab]
+        self.vocab_size = max(vocab.values()) + 1
+        self._bytes = {
+            i: token.encode() if token in self.special else symbol_bytes(token) for token, i in vocab.items()
+        }
+        self._library = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[tuple(pair) for pair in merges]))
+        self._library.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._library.decoder = library.decoders.ByteLevel()
+        self._library.add_special_tokens(self.special)
+
+    def encode(self, text: str, allow_special: bool = False) -> np.ndarray:
+        """The ids of a text.
+
+        Args:
+            allow_special: whether "<|endoftext|>" written in the text is the special token. Otherwise it is spelled
+                out like any other text, so that what a user types cannot end a document.
+        """
+        _check_text(text)
+        self._library.encode_special_tokens = not allow_special
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join([self._bytes.get(i, b"") for i in self._checked(ids)])
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        _write_text(Path(folder, self.FILE), self._library.to_str())
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> BPETokenizer:
+        """From a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
+
+        Raises:
+            FileNotFoundError: neither is there.
+            ValueError: what is there is not GPT-2's kind of tokenizer.
+        """
+        path = Path(folder, cls.FILE)
+        if path.exists():
+            return cls._from_json(path)
+        vocab = _read_json(Path(folder, "vocab.json"))
+        lines = read_text(Path(folder, "merges.txt")).split("\n")
+        # The first line names the version. Others may begin with "#" too: they are merges.
+        rules = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
+        return cls(_checked_vocab(vocab, Path(folder, "vocab.json")), _pairs(rules, Path(folder, "merges.txt")))
+
+    @classmethod
+    def _from_json(cls, path: Path) -> BPETokenizer:
+        saved = _read_json(path)
+        model, before = (saved.get("model"), saved.get("pre_tokenizer")) if isinstance(saved, dict) else (None, None)
+        if not (isinstance(model, dict) and isinstance(before, dict) and model.get("type", "BPE") == "BPE"):
+            raise ValueError(f"{path} is not a byte pair encoding as GPT-2 has it: expected a model of type BPE")
+        if before.get("type") != "ByteLevel" or before.get("add_prefix_space") or saved.get("normalizer"):
+            raise ValueError(
+                f"{path} prepares text in another way than GPT-2: expected the pre-tokenizer ByteLevel without a "
+                f"prefix space and no normalizer, got {before} and {saved.get('normalizer')}"
+            )
+        added = {token["content"]: token["id"] for token in saved.get("added_tokens", [])}
+        rules = [rule.split(" ") if isinstance(rule, str) else rule for rule in model.get("merges", [])]
+        return cls({**_checked_vocab(model.get("vocab"), path), **added}, _pairs(rules, path), added)
+
+    def __repr__(self) -> str:
+        return f"BPETokenizer({self.vocab_size} tokens, special: {self.special})"
+
+
+class StreamDecoder:
+    """Ids to text one by one: a character is given out once it is complete.
+
+    Example:
+        >>> decoder = StreamDecoder(CharTokenizer("ab"))
+        >>> decoder.push(1) + decoder.push(0) + decoder.flush()
+        'ba'
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that one more id completes; it may be empty."""
+        return self._decoder.decode(self.tokenizer.decode_bytes([token]))
+
+    def flush(self) -> str:
+        """The end: U+FFFD for a character that stayed incomplete. The next `push` begins anew."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer in a folder: `characters.json`, or `tokenizer.json`, or `vocab.json` and `merges.txt`.
+
+    Raises:
+        FileNotFoundError: the folder has none of these.
+        ValueError: a file that does not hold what its name says.
+    """
+    if Path(folder, CharTokenizer.FILE).exists():
+        return CharTokenizer.load(folder)
+    if Path(folder, BPETokenizer.FILE).exists() or Path(folder, "vocab.json").exists():
+        return BPETokenizer.load(folder)
+    raise FileNotFoundError(
+        f"no tokenizer in {folder}: expected {CharTokenizer.FILE}, or {BPETokenizer.FILE}, or vocab.json and merges.txt"
+    )
+
+
+def byte_symbols() -> list[str]:
+    """GPT-2's printable character for each byte: itself where it is printable Latin-1, else one from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+BYTE_SYMBOLS = byte_symbols()
+BYTE_OF = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
+
+
+def symbol_bytes(token: str) -> bytes:
+    """The bytes of a token in GPT-2's alphabet; characters outside of it stand for themselves."""
+    return b"".join([bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in token])
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError('byte pair encoding needs the extra "bpe": pip install "tinygrad_mha[bpe]"') from error
+    return tokenizers
+
+
+def _checked_vocab(vocab: Any, path: Path) -> dict[str, int]:
+    if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise ValueError(f"{path} must hold a vocabulary, {{token: id}}")
+    return vocab
+
+
+def _pairs(rules: list[Any], path: Path) -> list[tuple[str, str]]:
+    for i, rule in enumerate(rules):
+        if len(rule) != 2:
+            raise ValueError(f"{path}: merge {i} must be a pair of tokens, got {rule}")
+    return [(left, right) for left, right in rules]
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"expected text (str), got {type(text).__name__}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file, exactly: line ends stay as they are, only a byte order mark is taken away.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is a folder, or empty, or not UTF-8 (says at which byte).
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, expected a text file")
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no text file {path}") from None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at position {error.start} ({error.reason}); "
+            f"save it as UTF-8 first"
+        ) from error
+    text = text.removeprefix("\ufeff")
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text
+
+
+def builtin_corpus() -> str:
+    """About 465 000 characters that every CPython carries: the language reference behind `help("topics")`.
+
+    It differs from one version of Python to the next.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise RuntimeError("this Python carries no language reference (pydoc_data): give a text file") from error
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def split_text(text: str, fraction: float = 0.9) -> tuple[str, str]:
+    """The first `fraction` of the characters for training, the rest for validation, as nanoGPT does."""
+    n = int(fraction * len(text))
+    return text[:n], text[n:]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class Batches:
+    """Windows drawn at random from a row of ids: `x, y = next(batches)`, for ever.
+
+    Every window that fits is as likely as any other, the first and the last among them. The order depends on the seed
+    alone, and `state_dict` holds the place in it.
+
+    Args:
+        ids: integers, shape (n,), n >= block_size + 1.
+        block_size: T, the length of a window.
+        batch_size: B, how many windows.
+        seed: an int, or a list of ints, for a generator of its own.
+
+    Example:
+        >>> x, y = next(Batches(np.arange(10), block_size=8, batch_size=3, seed=0))
+        >>> x.shape, bool((y == x + 1).all())
+        ((3, 8), True)
+    """
+
+    def __init__(self, ids: Any, block_size: int, batch_size: int, seed: int | list[int] = 0) -> None:
+        self.ids = np.asarray(ids)
+        if self.ids.ndim != 1 or self.ids.dtype.kind not in "iu":
+            raise ValueError(f"expected one row of integer ids, got shape {self.ids.shape} of {self.ids.dtype}")
+        if block_size < 1 or batch_size < 1:
+            raise ValueError(f"block_size and batch_size must be 1 or more, got {block_size} and {batch_size}")
+        if len(self.ids) < block_size + 1:
+            raise ValueError(
+                f"the text is too short: {len(self.ids)} tokens, and a block of {block_size} with its targets takes "
+                f"{block_size + 1}; give a longer text or a smaller block_size"
+            )
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
+        """x and y, (B, T) each, int64, with memory of their own; y[i, t] is the token after x[i, t]."""
+        return self.at(self.rng.integers(len(self.ids) - self.block_size, size=self.batch_size))
+
+    def at(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The windows that begin at `starts`, (B,)."""
+        rows = np.asarray(starts)[:, None] + np.arange(self.block_size)
+        return self.ids[rows].astype(np.int64), self.ids[rows + 1].astype(np.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the drawing stands, in plain numbers."""
+        return {"generator": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was asked."""
+        self.rng.bit_generator.state = state["generator"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
