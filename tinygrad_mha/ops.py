@@ -167,6 +167,7 @@ def erf(x):
 
 def floating(x):
     """`x` itself, or integers as floats: for functions whose values are no integers."""
+    x = np.asarray(x)
     return x if x.dtype.kind == "f" else x.astype(np.float64)
 
 
@@ -578,7 +579,7 @@ matmul.vjps(
 
 def product(a, b):
     """a @ b. Two small matrices meet in half the time through `dot`, which does not look for stacks of them."""
-    return a.dot(b) if a.__class__ is np.ndarray and a.ndim == b.ndim == 2 else a @ b
+    return a.dot(b) if a.__class__ is np.ndarray is b.__class__ and a.ndim == b.ndim == 2 else a @ b
 
 
 @primitive
