@@ -489,10 +489,16 @@ def frozen_index(inputs, keywords):
 
     def freeze(part):
         part = getattr(part, "_data", part) if hasattr(part, "__apply_primitive__") else part
-        return np.array(part) if isinstance(part, (np.ndarray, list)) else part
+        return listed(part) if isinstance(part, list) else part.copy() if isinstance(part, np.ndarray) else part
 
     index = keywords["index"]
     return inputs, {**keywords, "index": tuple(map(freeze, index)) if isinstance(index, tuple) else freeze(index)}
+
+
+def listed(index):
+    """A list as an index. NumPy alone would make floats of an empty one."""
+    index = np.array(index)
+    return index if index.size else index.astype(np.intp)
 
 
 @primitive(arrange=frozen_index)
