@@ -541,7 +541,14 @@ def add_rows(out, rows, values):
     out[rows[starts]] = np.add.reduceat(values[order], starts, axis=0)
 
 
-@primitive
+def ids_last(inputs, keywords):
+    """Accept ids in a list, which are integers though other lists become floats."""
+    if inputs and isinstance(inputs[-1], (list, tuple)):
+        inputs = (*inputs[:-1], listed(inputs[-1]))
+    return inputs, keywords
+
+
+@primitive(arrange=ids_last)
 def take(weight, ids):
     """Rows of a table, weight[ids]: an embedding. weight (V, ...), integer ids of any shape -> ids.shape + (...)."""
     check_ids(ids, len(weight), "ids")
@@ -713,7 +720,7 @@ def log_softmax(x, *, axis=-1):
 log_softmax.vjps(lambda g, y, x, axis: g - exp(y) * g.sum(axis=axis, keepdims=True))
 
 
-@primitive
+@primitive(arrange=ids_last)
 def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
     """-log(softmax(logits)[target]): logits (..., C), integer targets (...); classes on the last axis.
 
