@@ -1,11 +1,13 @@
 """Arrays that remember how they were made, so that multi-head attention can be seen, checked and trained."""
 
-from tinygrad_mha import ops, optim
+from tinygrad_mha import check, data, nn, ops, optim
+from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
 from tinygrad_mha.engine import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.tensor import Tensor
 from tinygrad_mha.transforms import grad, hessian, hvp, jacobian, jvp, vjp
 
 __version__ = "0.1.0"
 
-__all__ = ["Tensor", "enable_grad", "grad", "hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
-__all__ += ["no_grad", "ops", "optim", "record", "vjp"]
+__all__ = ["GradcheckError", "GradcheckReport", "Tensor", "check", "data", "enable_grad", "grad", "gradcheck"]
+__all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
+__all__ += ["nn", "no_grad", "ops", "optim", "record", "vjp"]
