@@ -517,7 +517,7 @@ def scatter_add(values, *, index, shape):
     if is_basic(index):
         out[index] = values
     elif isinstance(index, np.ndarray) and index.dtype.kind in "iu" and index.size:
-        add_rows(out, index.ravel(), values.reshape(index.size, *shape[1:]))
+        add_rows(out, index.ravel().astype(np.intp), values.reshape(index.size, *shape[1:]))
     else:
         np.add.at(out, index, values)
     return out
