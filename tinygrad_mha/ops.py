@@ -902,20 +902,21 @@ def only_seen(rows, allow):
 
 def swapaxes(x, axis1, axis2):
     """`x` with two axes exchanged."""
+    axis1, axis2 = normalize_axis_tuple((axis1, axis2), x.ndim, allow_duplicate=True)
     axes = list(range(x.ndim))
-    axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
+    axes[axis1], axes[axis2] = axis2, axis1
     return transpose(x, axes=tuple(axes))
 
 
 def split(x, parts, axis=0):
     """`x` cut along `axis` into `parts` equal pieces, or at the positions in the list `parts`, as np.split does."""
+    (axis,) = normalize_axis_tuple(axis, x.ndim)
     n = x.shape[axis]
     if isinstance(parts, int):
         if parts < 1 or n % parts:
             raise ValueError(f"axis {axis} of length {n} does not split into {parts} equal parts")
         parts = [n // parts * i for i in range(1, parts)]
     edges = [0, *parts, n]
-    axis = axis % x.ndim
     return [x[along(axis, slice(a, b))] for a, b in itertools.pairwise(edges)]
 
 
