@@ -97,7 +97,8 @@ def pow(a, b):
 
 
 def pow_vjp_base(g, y, a, b):
-    with np.errstate(divide="ignore"):  # the slope of a root at 0 is infinite
+    # The slope of a root at 0 is infinite, that of a negative base nan: so was its value, and the forward has warned.
+    with np.errstate(divide="ignore", invalid="ignore"):
         return times(g, b * a ** one_less(b))
 
 
