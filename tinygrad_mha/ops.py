@@ -17,6 +17,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import math
+import operator
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -455,7 +456,7 @@ def list_of_arrays(inputs, keywords):
 @primitive(arrange=list_of_arrays)
 def concat(*xs, axis=0):
     """The arrays one after the other along an existing `axis`."""
-    return np.concatenate(xs, axis=axis)
+    return np.concatenate(xs, axis=operator.index(axis))  # None would flatten, and no rule would know
 
 
 @concat.vjp_each
