@@ -731,6 +731,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, re
     """
     check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction)
     valid, safe, n = counted(targets, ignore_index)
+    logits = only_counted(floating(logits), valid)
     shifted, e, total = shifted_exp(logits, -1)
     log_total = np.log(total)
     loss = log_total[..., 0] - np.take_along_axis(shifted, safe[..., None], -1)[..., 0]
@@ -756,7 +757,7 @@ cross_entropy.vjp_joint(cross_entropy_vjp)
 @cross_entropy.composed_of
 def cross_entropy_from_primitives(logits, targets, *, ignore_index, label_smoothing, reduction):
     valid, safe, n = counted(targets, ignore_index)
-    log_p = log_softmax(logits)
+    log_p = log_softmax(only_counted(logits, valid))
     loss = -log_p[(*np.indices(safe.shape, sparse=True), safe)]
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * mean(log_p, axis=-1)
@@ -779,6 +780,11 @@ def counted(targets, ignore_index):
     targets = np.asarray(targets)
     valid = targets != ignore_index
     return valid, np.where(valid, targets, 0), builtins.max(int(valid.sum()), 1)
+
+
+def only_counted(logits, valid):
+    """`logits`, with zeros in the rows that do not count: a nan in padding must not reach 0 * nan."""
+    return logits if valid.all() else where(valid[..., None], logits, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
