@@ -158,8 +158,8 @@ class Tensor:
         self.grad = None
 
     def detach(self) -> Tensor:
-        """The same values (and the same memory) as a leaf that needs no gradient."""
-        out = _wrap(self._data)
+        """The same values (and the same memory, read-only if computed) as a leaf that needs no gradient."""
+        out = _wrap(self.data)
         out._written = self._written_cell()
         out.name = self.name
         return out
