@@ -168,7 +168,7 @@ class Tensor:
         """Copy new values into a leaf, in its own shape and dtype; graphs that have used the old ones will say so."""
         if self.node is not None:
             raise ValueError(f"{self._label()} was computed; only leaves can be assigned to")
-        new = from_data(array._data if isinstance(array, Tensor) else array)
+        new = np.asarray(plain(array))
         if new.shape != self.shape:
             raise ValueError(f"assign_ keeps the shape: expected {self.shape}, got {new.shape}")
         if not np.can_cast(new.dtype, self.dtype, "same_kind"):
