@@ -639,6 +639,18 @@ def _reduction(op: Any) -> Callable[..., Any]:
     return lambda x, axis=None, **kwargs: op(x, axis=axis, **kwargs)
 
 
+def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    if ord is not None:
+        raise TypeError(f"np.linalg.norm of a tensor is the Euclidean one: leave out ord, got {ord!r}")
+    return ops.norm(x, axis=axis, keepdims=keepdims)
+
+
+def _dot(a: Any, b: Any) -> Any:
+    if max(np.ndim(plain(a)), np.ndim(plain(b))) > 2:
+        raise ValueError("np.dot of more than two axes is no stack of products: use @ for that, else np.einsum")
+    return UFUNCS[np.matmul](a, b)
+
+
 COMPARISONS: set[Any] = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal}
 COMPARISONS |= {np.isfinite, np.isnan, np.isinf, np.sign}
 
@@ -670,7 +682,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.std: _reduction(ops.std),
     np.max: _reduction(ops.max),
     np.min: _reduction(ops.min),
-    np.linalg.norm: _reduction(ops.norm),
+    np.linalg.norm: _norm,
     np.argmax: lambda x, axis=None: x.argmax(axis=axis),
     np.argmin: lambda x, axis=None: x.argmin(axis=axis),
     np.where: ops.where,
@@ -684,7 +696,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.stack: _joined(ops.stack),
     np.split: ops.split,
     np.einsum: ops.einsum,
-    np.dot: matmul,
+    np.dot: _dot,
     np.shape: lambda x: x.shape,
     np.ndim: lambda x: x.ndim,
     np.size: lambda x: x.size,
