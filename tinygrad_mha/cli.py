@@ -120,7 +120,7 @@ def line_of(op: Primitive, reports: list[GradcheckReport], ok: bool) -> str:
         for order in (1, 2)
     ]
     return (
-        f"{op.name:14} {'ok' if ok else 'FAILED':7} {len(reports):2} samples {elements:5} derivatives   "
+        f"{op.name:14} {'ok' if ok else 'FAILED':7} {len(reports):2} inputs {elements:5} derivatives   "
         f"largest relative error {largest[0]:.0e} first order, {largest[1]:.0e} second"
     )
 

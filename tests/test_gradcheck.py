@@ -1,0 +1,363 @@
+"""The tester, tested: what `gradcheck` must catch, what it must let pass, and what it must refuse to judge."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha import Tensor, gradcheck, ops
+
+pytestmark = pytest.mark.usefixtures("own_primitives")
+
+
+def wrong(f, *inputs, **options):
+    """The report of a check that must fail."""
+    with pytest.raises(tg.GradcheckError) as caught:
+        gradcheck(f, *inputs, **options)
+    assert not caught.value.report.ok
+    return caught.value.report
+
+
+def primitive(forward, *rules):
+    return ops.primitive(forward).vjps(*rules)
+
+
+# ------------------------------------------------------------------------------------------------------------- catches
+
+
+def test_a_rule_off_by_a_thousandth_is_caught(rng):
+    cube = primitive(lambda_named("cube", lambda x: x**3), lambda g, y, x: 3.003 * g * x * x)
+    report = wrong(cube, rng.standard_normal((2, 3)))
+    assert report.worst.relative == pytest.approx(0.001, rel=0.01)
+
+
+def test_a_rule_off_by_a_thousandth_in_one_element_is_caught(rng):
+    tilt = np.ones((2, 3))
+    tilt[1, 2] = 1.001
+    double = primitive(lambda_named("double", lambda x: 2 * x), lambda g, y, x: 2 * g * tilt)
+    assert wrong(double, rng.standard_normal((2, 3))).worst.index == (1, 2)
+
+
+def test_a_wrong_element_among_thousands_is_found_by_halving(rng):
+    tilt = np.ones((53, 59))
+    tilt[31, 7] = 1.01
+    double = primitive(lambda_named("double", lambda x: 2 * x), lambda g, y, x: 2 * g * tilt)
+    report = wrong(double, rng.standard_normal((53, 59)))
+    assert report.worst.index == (31, 7)
+
+
+def test_a_wrong_sign_is_caught(rng):
+    difference = primitive(lambda_named("difference", lambda a, b: a - b), lambda g, y, a, b: g, lambda g, y, a, b: g)
+    report = wrong(difference, rng.standard_normal(3), rng.standard_normal(3))
+    assert [e.status for e in report.entries] == ["ok", "wrong"]
+
+
+def test_a_wrong_sign_in_the_softmax_rule_is_caught(rng):
+    bad = primitive(
+        lambda_named("bad_softmax", lambda x: ops.softmax(x)),
+        lambda g, y, x: y * (g + (g * y).sum(axis=-1, keepdims=True)),
+    )
+    wrong(bad, rng.standard_normal((3, 5)))
+
+
+def test_a_missing_transpose_is_caught_on_square_matrices(rng):
+    product = primitive(
+        lambda_named("product", lambda a, b: a @ b), lambda g, y, a, b: g @ b, lambda g, y, a, b: a.mT @ g
+    )
+    report = wrong(product, rng.standard_normal((3, 3)), rng.standard_normal((3, 3)))
+    assert [e.status for e in report.entries] == ["wrong", "ok"]
+
+
+def test_a_forgotten_contribution_is_caught(rng):
+    square = primitive(lambda_named("square", lambda x: x * x), lambda g, y, x: g * x)
+    assert wrong(square, rng.standard_normal(3)).worst.relative == pytest.approx(0.5)
+
+
+def test_a_wrong_rule_of_a_tiny_function_is_caught(rng):
+    # Tolerances follow the size of the gradient: an absolute one would let everything below it pass.
+    tiny = primitive(lambda_named("tiny", lambda x: 1e-12 * x * x), lambda g, y, x: 2.002e-12 * g * x)
+    wrong(tiny, rng.standard_normal(3))
+
+
+def test_a_wrong_second_derivative_is_caught_though_the_first_is_right(rng):
+    cube = primitive(lambda_named("cube", lambda x: x**3), lambda g, y, x: g * 3 * np.square(as_array(x)))
+    x = rng.standard_normal(3)
+    assert gradcheck(cube, x).ok
+    report = wrong(cube, x, order=2)
+    assert {(e.order, e.name): e.status for e in report.entries}[2, "x"] == "wrong"
+
+
+def test_a_detached_path_is_named_as_cut(rng):
+    report = wrong(lambda x: Tensor(x.numpy()) * 2.0, rng.standard_normal(3))
+    assert report.entries[0].status == "cut"
+    assert "does not reach" in str(report)
+
+
+def test_half_of_a_path_detached_is_caught(rng):
+    wrong(lambda x: x * x.detach(), rng.standard_normal(3))
+
+
+def test_a_wrong_rule_shows_a_flat_sweep(rng):
+    cube = primitive(lambda_named("cube", lambda x: x**3), lambda g, y, x: 3.3 * g * x * x)
+    report = wrong(cube, rng.standard_normal(2))
+    errors = [error for step, error in report.entries[0].sweep if 1e-7 < step < 1e-2]
+    assert len(errors) >= 4
+    assert max(errors) < 1.01 * min(errors)  # no step size makes the error go away
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: x.softmax().sum(), lambda x: ops.layer_norm(x).sum(), lambda x: x - x, lambda x: (x * 0.0).sum()],
+    ids=["softmax sum", "layer norm sum", "x - x", "times zero"],
+)
+def test_a_check_that_cannot_fail_is_refused(f, rng):
+    report = wrong(f, rng.standard_normal((3, 5)))
+    assert report.entries[0].status == "vacuous"
+    assert "could not fail" in str(report)
+
+
+def test_a_dead_relu_is_refused():
+    assert wrong(lambda x: x.relu(), np.array([-1.0, -2.0])).entries[0].status == "vacuous"
+
+
+def test_an_expected_zero_gradient_can_be_declared(rng):
+    report = gradcheck(lambda x: x.softmax().sum(), rng.standard_normal((3, 5)), zero=["x"])
+    assert report.entries[0].status == "zero"
+    with pytest.raises(ValueError, match="y"):
+        gradcheck(lambda x: x.tanh(), rng.standard_normal(3), zero=["y"])
+
+
+def test_dropout_is_refused_as_not_deterministic(rng):
+    draw = np.random.default_rng(0)
+    report = wrong(lambda x: x * (draw.random(x.shape) < 0.5), rng.standard_normal((5, 7)))
+    assert "not deterministic" in report.problem
+
+
+def test_dropout_with_its_seed_set_anew_passes(rng):
+    def f(x):
+        return x * (np.random.default_rng(0).random(x.shape) < 0.5)
+
+    assert gradcheck(f, rng.standard_normal((5, 7))).ok
+
+
+def test_values_that_are_not_finite_are_refused():
+    with np.errstate(divide="ignore"):
+        assert "inf or nan" in wrong(lambda x: x.log(), np.array([0.0, 1.0])).problem
+
+
+def test_a_function_of_nothing_floating_is_refused():
+    with pytest.raises(ValueError, match="nothing to check"):
+        gradcheck(lambda i: Tensor(1.0), np.array([1, 2]))
+
+
+def test_a_function_that_returns_an_array_is_refused():
+    with pytest.raises(TypeError, match="must return tensors"):
+        gradcheck(lambda x: x.numpy(), np.array([1.0]))
+
+
+@pytest.mark.parametrize("order", [0, 3])
+def test_an_order_that_does_not_exist_is_refused(order):
+    with pytest.raises(ValueError, match="order"):
+        gradcheck(lambda x: x, np.ones(2), order=order)
+
+
+# -------------------------------------------------------------------------------------------------------------- passes
+
+
+def test_an_ignored_input_is_reported_and_passes(rng):
+    report = gradcheck(lambda a, b: a.tanh(), rng.standard_normal(3), rng.standard_normal(3))
+    assert [e.status for e in report.entries] == ["ok", "ignored"]
+
+
+def test_float32_is_checked_in_float64(rng):
+    x = rng.standard_normal((3, 5)).astype(np.float32)
+    seen = []
+
+    def f(x):
+        seen.append(x.dtype)
+        return x.softmax()
+
+    report = gradcheck(f, x, order=2)
+    assert set(seen) == {np.dtype(np.float64)}
+    assert report.worst.relative < 1e-7
+
+
+@pytest.mark.parametrize("given", [np.float64(0.3), 0.3, [0.3, 0.4], Tensor([0.3, 0.4])], ids=str)
+def test_numbers_lists_and_tensors_are_inputs_too(given):
+    given = np.array(given, np.float32) if isinstance(given, list) else given
+    assert gradcheck(lambda x: x.tanh(), given).entries[0].checked == np.size(
+        given.numpy() if isinstance(given, Tensor) else given
+    )
+
+
+def test_overlapping_memory_is_no_trouble():
+    assert gradcheck(lambda x: x * x, np.broadcast_to([1.0, 2.0], (3, 2))).entries[0].checked == 6
+    assert gradcheck(lambda x: x * x, np.broadcast_to(np.ones((2, 1, 3)), (2, 1, 3))).ok
+
+
+def test_the_same_array_given_three_times_is_three_inputs(rng):
+    x = rng.standard_normal((3, 5))
+    assert [e.checked for e in gradcheck(ops.attention, x, x, x).entries] == [15, 15, 15]
+
+
+def test_integers_and_masks_are_passed_on(rng):
+    allow = np.tri(3, dtype=bool)
+    report = gradcheck(
+        lambda q, k, v, allow, n: ops.attention(q, k, v, allow) * n, *rng.standard_normal((3, 3, 5)), allow, 2
+    )
+    assert [e.name for e in report.entries] == ["q", "k", "v"]
+
+
+def test_several_outputs_are_checked_together(rng):
+    assert gradcheck(lambda x: (x.tanh(), x * x), rng.standard_normal(3)).ok
+    assert gradcheck(lambda x: {"a": x.tanh(), "b": [1] and x.exp()}, rng.standard_normal(3)).ok
+    half_wrong = primitive(lambda_named("half", lambda x: x / 2), lambda g, y, x: g)
+    wrong(lambda x: (x.tanh(), half_wrong(x)), rng.standard_normal(3))
+
+
+def test_a_kink_explains_the_difference():
+    report = gradcheck(lambda x: x.relu(), np.array([0.0, 1.5, -0.7]))
+    assert [kink.index for kink in report.entries[0].kinks] == [(0,)]
+    assert "kink" in str(report)
+
+
+def test_a_tie_of_max_given_to_the_first_is_a_kink():
+    first = primitive(
+        lambda_named("first_max", lambda x: x.max()),
+        lambda g, y, x: g * (np.arange(x.size) == np.argmax(as_array(x))),
+    )
+    assert [kink.index for kink in gradcheck(first, np.array([1.0, 2.0, 2.0])).entries[0].kinks] == [(1,), (2,)]
+
+
+@pytest.mark.parametrize("f", [abs, lambda x: ops.maximum(x, 0.0), lambda x: x.max()], ids=["abs", "maximum", "max"])
+def test_the_middle_of_a_kink_is_the_central_difference(f):
+    assert not gradcheck(f, np.array([0.0, 0.0, -0.7])).entries[0].kinks
+
+
+def test_a_kink_does_not_excuse_a_gradient_outside_of_the_two_slopes():
+    bad = primitive(
+        lambda_named("bad_relu", lambda x: np.maximum(x, 0)), lambda g, y, x: g * (x > 0) + 3 * g * (x == 0)
+    )
+    wrong(bad, np.array([0.0, 1.5]))
+
+
+def test_a_kink_within_the_step_is_resolved():
+    report = gradcheck(lambda x: x.relu(), np.array([1e-7, -1e-7, 2.0]))
+    assert not report.entries[0].kinks
+
+
+def test_large_values_do_not_excuse_a_wrong_rule(rng):
+    square = primitive(lambda_named("square", lambda x: x * x), lambda g, y, x: 2.002 * g * x)
+    wrong(lambda x: 1e9 + square(x), rng.standard_normal(5) + 3)
+
+
+def test_truncation_does_not_excuse_a_wrong_rule():
+    # (L(x + h) - L(x - h)) / 2h of x^3 is 3 x^2 + h^2: at h = 0.1 it would meet this rule exactly.
+    cube = primitive(lambda_named("cube", lambda x: x**3), lambda g, y, x: g * (3 * x * x + 0.01))
+    wrong(cube, np.array([1.0]))
+
+
+def test_steep_and_large_functions_pass(rng):
+    assert gradcheck(lambda x: (50 * x).tanh(), rng.standard_normal(5) * 0.02).ok
+    assert gradcheck(lambda x: 1e9 + x * x, rng.standard_normal(5) + 3).ok
+    assert gradcheck(lambda x: x.exp() * 1e12, rng.standard_normal(5)).ok
+    assert gradcheck(lambda x: x.log(), np.array([1e-5, 1e5, 3.0])).ok
+
+
+# ----------------------------------------------------------------------------------------------------- leaves no trace
+
+
+def test_inputs_and_gradients_are_left_alone(rng):
+    x = Tensor(rng.standard_normal((2, 3)).astype(np.float32), requires_grad=True)
+    before, x.grad = x.numpy().copy(), np.ones((2, 3), np.float32)
+    gradcheck(lambda x: x.tanh(), x, order=2)
+    assert x.dtype == np.float32
+    np.testing.assert_array_equal(x.numpy(), before)
+    np.testing.assert_array_equal(x.grad, np.ones((2, 3)))
+
+
+class Scaled:
+    """As little of a module as gradcheck needs."""
+
+    def __init__(self, rng):
+        self.weight = Tensor(rng.standard_normal((3, 5)).astype(np.float32), requires_grad=True)
+        self.frozen = Tensor(rng.standard_normal(5).astype(np.float32))
+
+    def named_parameters(self):
+        return [("weight", self.weight), ("frozen", self.frozen)]
+
+    def forward(self, x):
+        return (x @ self.weight).tanh() * self.frozen
+
+    __call__ = forward
+
+
+def test_a_module_is_checked_by_input_and_named_parameter_and_put_back(rng):
+    module = Scaled(rng)
+    arrays = module.weight._data, module.frozen._data
+    report = gradcheck(module, rng.standard_normal((2, 3)), order=2)
+    assert [e.name for e in report.entries if e.order == 1] == ["x", "weight", "frozen"]
+    assert (module.weight._data, module.frozen._data) == arrays or all(
+        a is b for a, b in zip((module.weight._data, module.frozen._data), arrays, strict=True)
+    )
+    assert module.weight.requires_grad
+    assert not module.frozen.requires_grad
+
+
+def test_a_module_is_put_back_after_an_exception(rng):
+    module = Scaled(rng)
+    with pytest.raises(ValueError, match="matmul"):
+        gradcheck(module, rng.standard_normal((2, 4)))
+    assert module.weight.dtype == np.float32
+    assert not module.frozen.requires_grad
+
+
+# ------------------------------------------------------------------------------------------------------------ readable
+
+
+def test_the_report_reads_as_text_and_as_data(rng):
+    cube = primitive(lambda_named("cube", lambda x: x**3), lambda g, y, x: 3.3 * g * x * x)
+    report = wrong(cube, rng.standard_normal((2, 3)))
+    text = str(report)
+    assert "gradcheck of cube: FAILED" in text
+    assert "analytic" in text
+    assert "numeric" in text
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["ok"] is False
+    assert data["worst"]["name"] == "x"
+    assert len(data["worst"]["index"]) == 2
+    assert math.isclose(data["worst"]["relative"], 0.3 / 3.3, rel_tol=1e-4)
+
+
+def test_the_report_of_a_passing_check_names_its_worst_element(rng):
+    report = gradcheck(lambda x: x.tanh(), rng.standard_normal((2, 3)))
+    assert report.ok
+    assert report.worst.absolute < 1e-9
+    assert report.worst.index in np.ndindex(2, 3)
+
+
+def test_raises_can_be_turned_off(rng):
+    assert not gradcheck(lambda x: x - x, rng.standard_normal(3), raises=False).ok
+
+
+def test_seeds_repeat(rng):
+    x = rng.standard_normal((2, 3))
+    reports = [gradcheck(lambda x: x.tanh(), x, seed=seed).worst for seed in (7, 7, 8)]
+    assert reports[0] == reports[1]
+    assert reports[0] != reports[2]
+
+
+def lambda_named(name, f):
+    f.__name__ = name
+    return f
+
+
+def as_array(x):
+    return x.numpy() if isinstance(x, Tensor) else x
