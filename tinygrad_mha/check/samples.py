@@ -9,16 +9,16 @@ from tinygrad_mha.ops import REGISTRY
 
 
 def normal(rng, *shape):
-    return rng.standard_normal(shape)
+    return np.asarray(rng.standard_normal(shape))
 
 
 def positive(rng, *shape):
-    return 0.4 + rng.random(shape)
+    return np.asarray(0.4 + rng.random(shape))
 
 
 def nonzero(rng, *shape):
     """Of both signs, and at least 0.4 from 0."""
-    return positive(rng, *shape) * rng.choice([-1.0, 1.0], shape)
+    return np.asarray(positive(rng, *shape) * rng.choice([-1.0, 1.0], shape))
 
 
 def spread(rng, *shape):
