@@ -860,7 +860,6 @@ def attention(q, k, v, allow=None, bias=None, keep=None, *, scale=None):
     if bias is not None:
         scores = scores + bias
     if allow is not None:
-        check_boolean(allow, "allow")
         scores = np.where(allow, scores, -INFINITY)
     weights = softmax(scores)
     return np.matmul(weights if keep is None else weights * keep, v), weights, k, v
@@ -900,7 +899,8 @@ def only_seen(rows, allow):
     """`rows` of keys or values, with zeros for those that no query may see: a nan in padding must not reach 0 * nan."""
     if allow is None:
         return rows
-    seen = np.any(allow, axis=-2)[..., None]
+    check_boolean(allow, "allow")
+    seen = np.atleast_2d(np.asarray(allow)).any(axis=-2)[..., None]
     return rows if seen.all() else where(seen, rows, 0.0)
 
 
