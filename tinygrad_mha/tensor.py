@@ -355,7 +355,7 @@ class Tensor:
             return other
         other = as_operand(other)
         if isinstance(other, np.ndarray) and other.dtype.kind != "f" and self._data.dtype.kind == "f":
-            return other.astype(self._data.dtype)
+            return from_data(other).astype(self._data.dtype)
         return other
 
     # ------------------------------------------------------------------------------------------------------- methods
