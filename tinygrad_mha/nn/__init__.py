@@ -1,6 +1,12 @@
 """Modules: layers, attention, GPT."""
 
+from tinygrad_mha.nn.attention import AttentionTrace, MultiHeadAttention, attention, causal
+from tinygrad_mha.nn.cache import KVCache
+from tinygrad_mha.nn.gpt import GPT, Block, CausalSelfAttention, GPTConfig, GPTTrace
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module, Scope
+from tinygrad_mha.nn.positions import alibi, rotary, sinusoidal
 
-__all__ = ["Dropout", "Embedding", "FeedForward", "LayerNorm", "Linear", "Module", "RMSNorm", "Scope"]
+__all__ = ["GPT", "AttentionTrace", "Block", "CausalSelfAttention", "Dropout", "Embedding", "FeedForward"]
+__all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module", "MultiHeadAttention", "RMSNorm"]
+__all__ += ["Scope", "alibi", "attention", "causal", "rotary", "sinusoidal"]

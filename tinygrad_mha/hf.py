@@ -1,0 +1,179 @@
+"""A Hugging Face folder of a GPT-1 or GPT-2 <-> our configuration and arrays by name.
+
+Our parameter names are GPT-2's, and both store linear weights (in, out). So what is left is a prefix, two names of
+GPT-1, mask buffers that some files hold, the tied head, and the keys of config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.storage import CheckpointError, load_arrays, replacing, save_arrays
+
+PREFIX = "transformer."
+MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # not h.0.attn.c_attn.bias
+TO_OURS = {"tokens_embed.weight": "wte.weight", "positions_embed.weight": "wpe.weight"}  # GPT-1's names
+TO_GPT1 = {ours: theirs for theirs, ours in TO_OURS.items()}
+
+# The same word means different functions: "gelu" is exact in a GPT-2 folder and the tanh form in a GPT-1 folder.
+ACTIVATIONS = {
+    "gpt2": {
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu": "gelu",
+        "relu": "relu",
+    },
+    "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},
+}
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "openai-gpt": "OpenAIGPTLMHeadModel"}
+
+# What transformers takes where config.json says nothing.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 50257, "n_positions": 1024, "activation_function": "gelu_new", "n_inner": None},
+    "openai-gpt": {"vocab_size": 40478, "n_positions": 512, "afn": "gelu"},
+}
+for defaults in DEFAULTS.values():
+    defaults |= {"n_embd": 768, "n_layer": 12, "n_head": 12, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    defaults |= {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+
+# Settings of GPT-2 that change what is computed, and the only value of each that is supported.
+FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Read config.json and model.safetensors: the keywords of a `GPTConfig`, and the arrays under our names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the folder holds another architecture.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    path = folder / "model.safetensors"
+    if not path.exists():
+        found = ", ".join(sorted(p.name for p in folder.glob("*model*"))) or "no weights at all"
+        raise CheckpointError(f"{path} does not exist; {folder} holds {found}. One safetensors file is expected")
+    return config, rename(path, load_arrays(path), config["tie_weights"])
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as the keywords of a `GPTConfig`."""
+    path = folder / "config.json"
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(theirs, dict):
+        raise CheckpointError(f"{path} holds {type(theirs).__name__}, expected a JSON object")
+    kind = theirs.get("model_type")
+    if kind not in DEFAULTS:
+        raise CheckpointError(f"{path}: model_type is {kind!r}, supported are {', '.join(map(repr, DEFAULTS))}")
+    values = {**DEFAULTS[kind], **FIXED, **theirs}
+    unsupported = [f"{key} = {values[key]!r}" for key in FIXED if values[key] != FIXED[key]]
+    activation = values["activation_function" if kind == "gpt2" else "afn"]
+    if activation not in ACTIVATIONS[kind]:
+        unsupported.append(f"the activation {activation!r} (known: {', '.join(ACTIVATIONS[kind])})")
+    if unsupported:
+        raise CheckpointError(f"{path} asks for what is not supported: {'; '.join(unsupported)}")
+    rates = {key: values[key] for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if len(set(rates.values())) > 1:
+        warnings.warn(f"{path} has several dropout rates, {rates}; ours has one: resid_pdrop", stacklevel=4)
+    return {
+        "vocab_size": values["vocab_size"],
+        "block_size": values["n_positions"],
+        "n_layer": values["n_layer"],
+        "n_head": values["n_head"],
+        "n_embd": values["n_embd"],
+        "n_inner": values.get("n_inner"),
+        "dropout": rates["resid_pdrop"],
+        "norm": "pre" if kind == "gpt2" else "post",
+        "activation": ACTIVATIONS[kind][activation],
+        "tie_weights": values["tie_word_embeddings"],
+        "eps": values["layer_norm_epsilon"],
+    }
+
+
+def rename(path: Path, arrays: dict[str, np.ndarray], tied: bool) -> dict[str, np.ndarray]:
+    """The arrays under our names, without the mask buffers that older files hold."""
+    ours: dict[str, np.ndarray] = {}
+    for theirs, array in arrays.items():
+        name = theirs.removeprefix(PREFIX)
+        name = TO_OURS.get(name, name)
+        if MASK_BUFFER.fullmatch(name):
+            continue
+        if name in ours:
+            raise CheckpointError(f"{path} holds {name!r} with and without the prefix {PREFIX!r}")
+        ours[name] = array
+    return ours
+
+
+def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> None:
+    """Write config.json and model.safetensors, as transformers does, each through a temporary name.
+
+    Raises:
+        ValueError: the configuration is neither a GPT-1 nor a GPT-2; it names every setting that stands in the way.
+    """
+    kind, theirs = their_config(config)
+    theirs["dtype"] = str(state["wte.weight"].dtype)
+    arrays = {
+        PREFIX + TO_GPT1.get(name, name) if kind == "openai-gpt" else PREFIX + name: a for name, a in state.items()
+    }
+    if PREFIX + "lm_head.weight" in arrays:
+        arrays["lm_head.weight"] = arrays.pop(PREFIX + "lm_head.weight")
+    for name in list(arrays):
+        if not config["bias"] and name.endswith(".weight") and re.search(r"\.(ln_\w+|c_\w+)\.weight$", name):
+            array = arrays[name]
+            arrays[name.removesuffix("weight") + "bias"] = np.zeros(array.shape[-1], array.dtype)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
+        save_arrays(folder / "model.safetensors", arrays, {"format": "pt"})
+
+
+def their_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model_type, and config.json, of a configuration of ours."""
+    kind = "gpt2" if config["norm"] == "pre" else "openai-gpt"
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS[kind].items())}
+    inner, width = config["n_inner"], config["n_embd"]
+    wrong = []
+    if config["position"] != "learned":
+        wrong.append(f"position = {config['position']!r}, not 'learned'")
+    if config["n_kv_head"] not in (None, config["n_head"]):
+        wrong.append(f"n_kv_head = {config['n_kv_head']}, not n_head")
+    if config["activation"] not in names:
+        wrong.append(f"activation = {config['activation']!r}, not one of {', '.join(map(repr, names))}")
+    if kind == "openai-gpt" and inner not in (None, 4 * width):
+        wrong.append(f"n_inner = {inner}, not 4 n_embd")
+    if wrong:
+        raise ValueError(f"a Hugging Face {kind!r} folder cannot hold this GPT: {'; '.join(wrong)}. Use save(path)")
+    theirs = {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "vocab_size": config["vocab_size"],
+        "n_positions": config["block_size"],
+        "n_embd": width,
+        "n_layer": config["n_layer"],
+        "n_head": config["n_head"],
+        "layer_norm_epsilon": config["eps"],
+        "embd_pdrop": config["dropout"],
+        "attn_pdrop": config["dropout"],
+        "resid_pdrop": config["dropout"],
+        "tie_word_embeddings": config["tie_weights"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "activation_function" if kind == "gpt2" else "afn": names[config["activation"]],
+    }
+    if kind == "gpt2":
+        theirs["n_inner"] = inner
+    return kind, theirs
