@@ -31,6 +31,8 @@ class Primitive:
         samples: `samples(rng)` gives a list of `(inputs, keywords)` at which the rules can be checked.
     """
 
+    EXPLAINED = (ValueError, IndexError, TypeError)  # errors of a forward that are raised again with the shapes it met
+
     def __init__(self, forward: Callable[..., Any], arrange: Callable[..., Any] | None = None) -> None:
         self.name = forward.__name__
         self.__doc__ = forward.__doc__
@@ -104,19 +106,17 @@ class Primitive:
             apply = getattr(x, "__apply_primitive__", None)
             if apply is not None:
                 return apply(self, inputs, keywords)
-        return self.run([as_operand(x) for x in inputs], keywords)[0]
-
-    def run(self, arrays: Iterable[Any], keywords: dict[str, Any]) -> tuple[np.ndarray, tuple[Any, ...]]:
-        """Compute on arrays: the value, always an array, and the residuals that the rules want to see again."""
+        arrays = [as_operand(x) for x in inputs]
         try:
-            value = self.forward(*arrays, **keywords)
-        except (ValueError, IndexError, TypeError) as error:
-            raise self._explained(error, arrays, keywords) from error
-        if value.__class__ is np.ndarray:
-            return value, ()
-        if value.__class__ is tuple:
-            return np.asarray(value[0]), value[1:]
-        return np.asarray(value), ()
+            return self.value_and_residuals(self.forward(*arrays, **keywords))[0]
+        except self.EXPLAINED as error:
+            raise self.explained(error, arrays, keywords) from error
+
+    @staticmethod
+    def value_and_residuals(result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
+        """What a forward returned: the value, always an array, and what its rules want to see again."""
+        value, *residuals = result if result.__class__ is tuple else (result,)
+        return np.asarray(value), tuple(residuals)
 
     def _complete(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Fill optional array arguments with None, so that every rule sees every argument."""
@@ -125,11 +125,11 @@ class Primitive:
             raise TypeError(f"{self.name}: expected the arrays {self.arguments}, got {len(inputs)}; missing {missing}")
         return inputs + (None,) * (len(self.arguments) - len(inputs))
 
-    def _explained(self, error: Exception, arrays: Iterable[Any], keywords: dict[str, Any]) -> Exception:
+    def explained(self, error: Exception, arrays: Iterable[Any], keywords: dict[str, Any]) -> Exception:
         """The same error, saying which primitive met which shapes."""
         shapes = ", ".join(str(x.shape) if isinstance(x, np.ndarray) else repr(x) for x in arrays if x is not None)
         options = "".join(f", {k}={v!r}" for k, v in keywords.items() if not isinstance(v, np.ndarray))
-        kind = next(k for k in (np.exceptions.AxisError, ValueError, IndexError, TypeError) if isinstance(error, k))
+        kind = next(k for k in (np.exceptions.AxisError, *self.EXPLAINED) if isinstance(error, k))
         return kind(f"{self.name} of {shapes}{options}: {error}")
 
     def __repr__(self) -> str:

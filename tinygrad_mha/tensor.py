@@ -265,7 +265,7 @@ class Tensor:
     __hash__ = object.__hash__
 
     def __add__(self, other: Any) -> Tensor:
-        return apply(ops.add, (self, self._like(other)))
+        return apply(ops.add, (self, other if other.__class__ is Tensor else self._like(other)))
 
     def __radd__(self, other: Any) -> Tensor:
         return apply(ops.add, (self._like(other), self))
@@ -490,7 +490,13 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
     needed = POSITIONS[bits] if grad_on else ()
     if (needed or recording) and bits + 1 != bit:
         _own_constants(inputs, arrays)
-    value, residuals = op.run(arrays, kwargs)
+    try:
+        value = op.forward(*arrays, **kwargs)
+    except Primitive.EXPLAINED as error:
+        raise op.explained(error, arrays, kwargs) from error
+    residuals: tuple[Any, ...] = ()
+    if value.__class__ is not np.ndarray:
+        value, residuals = op.value_and_residuals(value)
     out = _wrap(value)
     if needed and value.dtype.kind == "f":
         out._needs_grad = True

@@ -185,7 +185,7 @@ def gradcheck(
     Example:
         >>> print(gradcheck(lambda x: x.tanh(), np.array([0.3, -1.2])))
         gradcheck of <lambda>: ok
-          x  (2,)         ok          2 checked  largest error 2.7e-12 (3.5e-12 relative)
+          x  (2,)         ok          2 checked  largest error ...
     """
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, got {order}")

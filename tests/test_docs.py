@@ -1,0 +1,68 @@
+"""What the documents show is run, and the house keeps its one direction of imports."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import tinygrad_mha as tg
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tinygrad_mha"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "tinygrad_mha."))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_runs(page, own_primitives, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        line = page.read_text()[: block.start(1)].count("\n")
+        code = compile("\n" * line + block[1], str(page), "exec")  # the right line in a traceback
+        exec(code, names)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_example_in_a_docstring_is_true(name, own_primitives):
+    if name.endswith("__main__"):
+        return
+    module = importlib.import_module(name)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(module, extraglobs={"tg": tg, "np": __import__("numpy")}, optionflags=flags).failed == 0
+
+
+# A room may import what stands before it, and nothing else of ours.
+ROOMS = ["primitive", "kernels", "ops", "engine", "tensor", "transforms"]
+ROOMS += ["storage", "hf", "nn", "optim", "data", "generation", "checkpoints", "training", "viz", "check", "cli"]
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_run_in_one_direction(file):
+    room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for node in ast.walk(ast.parse(file.read_text())):
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for statement in ast.walk(node) if inside else [node]:
+            names = imported(statement)
+            assert not (inside and names), f"{file.name} imports {names} inside a function"
+            if room in ("__init__", "__main__"):
+                continue
+            for name in names - {room}:
+                assert name in ROOMS, f"{name} has no place among the rooms"
+                assert ROOMS.index(name) < ROOMS.index(room), f"{room} imports {name}, which stands after it"
+
+
+def imported(node):
+    """The rooms of ours that a statement imports."""
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tinygrad_mha":
+        parts = node.module.split(".")[1:]
+        return {parts[0]} if parts else {alias.name for alias in node.names}
+    if isinstance(node, ast.Import):
+        return {a.name.split(".")[1] for a in node.names if a.name.startswith("tinygrad_mha.")}
+    return set()
