@@ -20,6 +20,7 @@ from tinygrad_mha.storage import CheckpointError, load_arrays, replacing, save_a
 
 PREFIX = "transformer."
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # not h.0.attn.c_attn.bias
+HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # layer norms and linear layers
 TO_OURS = {"tokens_embed.weight": "wte.weight", "positions_embed.weight": "wpe.weight"}  # GPT-1's names
 TO_GPT1 = {ours: theirs for theirs, ours in TO_OURS.items()}
 
@@ -61,7 +62,7 @@ def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
     if not path.exists():
         found = ", ".join(sorted(p.name for p in folder.glob("*model*"))) or "no weights at all"
         raise CheckpointError(f"{path} does not exist; {folder} holds {found}. One safetensors file is expected")
-    return config, rename(path, load_arrays(path), config["tie_weights"])
+    return config, rename(path, load_arrays(path))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     }
 
 
-def rename(path: Path, arrays: dict[str, np.ndarray], tied: bool) -> dict[str, np.ndarray]:
+def rename(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays under our names, without the mask buffers that older files hold."""
     ours: dict[str, np.ndarray] = {}
     for theirs, array in arrays.items():
@@ -125,15 +126,12 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], stat
     """
     kind, theirs = their_config(config)
     theirs["dtype"] = str(state["wte.weight"].dtype)
-    arrays = {
-        PREFIX + TO_GPT1.get(name, name) if kind == "openai-gpt" else PREFIX + name: a for name, a in state.items()
-    }
-    if PREFIX + "lm_head.weight" in arrays:
-        arrays["lm_head.weight"] = arrays.pop(PREFIX + "lm_head.weight")
-    for name in list(arrays):
-        if not config["bias"] and name.endswith(".weight") and re.search(r"\.(ln_\w+|c_\w+)\.weight$", name):
-            array = arrays[name]
-            arrays[name.removesuffix("weight") + "bias"] = np.zeros(array.shape[-1], array.dtype)
+    arrays = {}
+    for name, array in state.items():
+        their_name = TO_GPT1.get(name, name) if kind == "openai-gpt" else name
+        arrays[their_name if name == "lm_head.weight" else PREFIX + their_name] = array
+        if not config["bias"] and HAS_BIAS.search(name):
+            arrays[PREFIX + name.removesuffix("weight") + "bias"] = np.zeros(array.shape[-1], array.dtype)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "config.json") as temporary:

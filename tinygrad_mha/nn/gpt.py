@@ -87,8 +87,8 @@ class GPTConfig:
         one_of(self.norm, ("pre", "post"), "norm")
         one_of(self.activation, ACTIVATIONS, "activation")
         one_of(self.position, POSITIONS, "position")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be positive, got {self.eps}")
+        if not isinstance(self.eps, (int, float, np.floating)) or not self.eps > 0:
+            raise ValueError(f"eps must be a positive number, got {self.eps!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.n_head % (self.n_kv_head or 1):

@@ -167,13 +167,13 @@ def integers(ids: Any, name: str) -> np.ndarray:
 
 
 def probability(p: float, name: str) -> float:
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name} must be a probability, from 0 to 1, got {p}")
+    if not isinstance(p, (int, float, np.floating)) or not 0 <= p <= 1:
+        raise ValueError(f"{name} must be a probability, from 0 to 1, got {p!r}")
     return float(p)
 
 
 def one_of(value: str, known: Any, name: str) -> str:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
     return value
 
