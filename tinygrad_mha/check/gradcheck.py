@@ -209,7 +209,7 @@ def _in_float64(f: Any) -> Iterator[dict[str, Tensor]]:
     """The named parameters of a module, in float64 and asking for gradients; afterwards all is as it was."""
     named = dict(f.named_parameters()) if hasattr(f, "named_parameters") else {}
     before = {name: (p._data, p._needs_grad) for name, p in named.items()}
-    generators = [g for _, g in f.generators()] if hasattr(f, "generators") else []
+    generators = list(f.generators().values()) if hasattr(f, "generators") else []
     states = [g.bit_generator.state for g in generators]
     try:
         for p in named.values():
