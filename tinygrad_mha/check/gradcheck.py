@@ -129,10 +129,9 @@ class GradcheckReport:
         width = max((len(e.name) for e in self.entries), default=0)
         for e in self.entries:
             worst = f"largest error {e.worst.absolute:.1e} ({e.worst.relative:.1e} relative)" if e.worst else ""
-            order = "2nd order " if e.order == 2 else ""
-            lines.append(
-                f"  {e.name:{width}}  {e.shape!s:12} {order}{e.status:8} {e.checked:4} checked  {worst}".rstrip()
-            )
+            order = f"{('first', 'second')[e.order - 1]:8}" if self.entries[-1].order == 2 else ""
+            line = f"  {e.name:{width}}  {e.shape!s:12} {order}{e.status:8} {e.checked:4} checked  {worst}"
+            lines.append(line.rstrip())
             if e.status == "wrong" and e.worst:
                 lines.append(f"    {e.worst}")
             lines += [f"    {note}" for note in e.note.splitlines()]
@@ -344,9 +343,9 @@ def _judge_zero(entry: Entry, reached: bool, expected: bool) -> None:
     elif reached:
         entry.status = "vacuous"
         entry.note = (
-            "the output is built on it, yet its gradient is zero everywhere, so this check could not fail. "
-            "softmax or layer norm\nfollowed by .sum() does that: return the tensor itself. "
-            f"If zero is right here, say so: zero=[{entry.name!r}]"
+            "the output is built on it, yet its gradient is zero everywhere, so this check could not fail. softmax or\n"
+            "layer norm followed by .sum() does that: return the tensor itself. If zero is right here, as for the bias\n"
+            f"of the keys, which no softmax sees, say so: zero=[{entry.name!r}]"
         )
     else:
         entry.status = "ignored"
