@@ -92,14 +92,16 @@ def attention(
     """
     q, k, v = as_tensor(q), as_tensor(k), as_tensor(v)
     front = check_operands(q, k, v)
-    batch, heads = front if len(front) == 2 else (*front, None, None)[:2] if len(front) < 2 else (None, None)
+    batch, heads = (*front, None, None)[:2] if len(front) <= 2 else (None, None)
     n_q, n_k = q.shape[-2], k.shape[-2]
     seen, bias = masks(allow, key_allow, bias, batch, heads, n_q, n_k)
     if keep is not None:
         keep = np.asarray(plain(keep))
         shape = (*front, n_q, n_k)
-        if len(keep.shape) > len(shape) or np.broadcast_shapes(keep.shape, shape) != shape:
-            raise ValueError(f"keep must broadcast to the weights, {shape}, got {keep.shape}")
+        try:
+            np.broadcast_to(keep, shape)
+        except ValueError:
+            raise ValueError(f"keep must broadcast to the weights, {shape}, got {keep.shape}") from None
     steps = attend(q, k, v, seen, bias, keep, scale=scale)
     return (steps.heads, steps) if trace else steps.heads
 
