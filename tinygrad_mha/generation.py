@@ -452,7 +452,7 @@ def check_context(prompt: int, new: int, block_size: int, on_full: str) -> None:
         raise ValueError(f'on_full must be "error" or "slide", got {on_full!r}')
     if new == 0 or prompt + new <= block_size + 1:
         return
-    what = f"{prompt} tokens of prompt and {new} new ones are more than the context holds: block_size is {block_size}"
+    what = f"a prompt of {prompt} and {new} new tokens are more than the context holds: block_size is {block_size}"
     if on_full == "error":
         raise ValueError(f'{what}, and the last token needs no place; shorten one, or pass on_full="slide"')
     warnings.warn(

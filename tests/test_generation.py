@@ -1,0 +1,661 @@
+"""The loop: cached equals uncached, a row of a batch equals its prompt alone, and nothing is left behind."""
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer, CharTokenizer
+from tinygrad_mha.generation import ContextFullWarning, generate, multiply_adds, stream
+
+VOCABULARY, BLOCK = 29, 13
+POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "none"]
+
+
+def make_model(position="learned", dropout=0.0, seed=5, **options):
+    """A GPT with large random weights in float64: it writes no loops, and says something else after every context."""
+    config = tg.nn.GPTConfig(
+        VOCABULARY, BLOCK, 2, 3, 18, position=position, dropout=dropout, tie_weights=False, **options
+    )
+    model = tg.nn.GPT(config, seed=seed).astype(np.float64)
+    rng = np.random.default_rng(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.assign_(rng.standard_normal(parameter.shape) * (0.5 if ".h." in f".{name}" else 1.0))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def naive(model, prompt, n):
+    """Greedy ids of one prompt, from the model's forward alone."""
+    ids = [int(i) for i in prompt]
+    with tg.no_grad():
+        for _ in range(n):
+            ids.append(int(model(ids[-model.config.block_size :]).numpy()[-1].argmax()))
+    return np.array(ids)
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(VOCABULARY, size=n) for n in lengths]
+
+
+class Scripted(tg.nn.Module):
+    """Always says the same: at each place of the text, the next id of a script that begins with the prompt."""
+
+    def __init__(self, script, vocab_size):
+        self.config = tg.nn.GPTConfig(vocab_size, len(script) + 1, 1, 1, 1)
+        self.script = script
+
+    def forward(self, idx, cache=None, last_only=True):
+        logits = np.full((len(idx), 1, self.config.vocab_size), -10.0)
+        logits[:, 0, self.script[np.shape(idx)[1]]] = 10.0
+        return tg.Tensor(logits)
+
+
+# --------------------------------------------------------------------------------------------------- cache and oracle
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_cached_equals_uncached_for_every_prompt_length(position):
+    model = make_model(position)
+    seen = set()
+    for length in range(1, BLOCK + 1):
+        (prompt,) = prompts_of([length], seed=length)
+        new = BLOCK + 1 - length
+        expected = naive(model, prompt, new)
+        seen.update(expected[length:])
+        for use_cache in (True, False):
+            ids, logs = generate(model, prompt, new, temperature=0, use_cache=use_cache, logprobs=True)
+            np.testing.assert_array_equal(ids, expected[None])
+            with tg.no_grad():
+                full = tg.ops.log_softmax(model(expected[:-1]).numpy())[length - 1 :]
+            np.testing.assert_allclose(logs[0], full[np.arange(new), expected[length:]], rtol=0, atol=1e-12)
+    assert len(seen) > 10  # a model that said one thing only would agree with itself by chance
+
+
+def test_calls_leave_nothing_behind(model):
+    (one,), two = prompts_of([4]), np.stack(prompts_of([5, 5], seed=1))
+    alone = [generate(model, prompt, 7, temperature=0) for prompt in (one, two)]
+    for prompt, expected in [(two, alone[1]), (one, alone[0]), (one, alone[0]), (two, alone[1])]:
+        np.testing.assert_array_equal(generate(model, prompt, 7, temperature=0), expected)
+
+
+def test_interleaved_streams_do_not_meet(model):
+    prompts = prompts_of([3, 6])
+    streams = [stream(model, prompt, 6, temperature=0) for prompt in prompts]
+    pairs = list(zip(*streams, strict=True))
+    for prompt, tokens in zip(prompts, zip(*pairs, strict=True), strict=True):
+        np.testing.assert_array_equal(tokens, naive(model, prompt, 6)[len(prompt) :])
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2-random", "tiny-gpt1-random"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_tokens_equal_those_of_transformers(reference, name, use_cache):
+    expected = np.load(reference / name / "expected_float64.npz")["greedy"]
+    model = tg.nn.GPT.from_pretrained(reference / name, dtype=np.float64)
+    ids = generate(model, expected[:, :11], 13, temperature=0, use_cache=use_cache)
+    np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_real_model_sorts_all_729(reference, use_cache):
+    model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "gpt-nano-sort")
+    prompts = np.stack(np.meshgrid(*[np.arange(3)] * 6), axis=-1).reshape(-1, 6)
+    ids = generate(model, prompts, 6, temperature=0, use_cache=use_cache)
+    np.testing.assert_array_equal(ids, np.hstack([prompts, np.sort(prompts)]))
+
+
+@pytest.mark.slow
+def test_a_real_model_adds_all_pairs_of_two_digits(reference):
+    model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "mingpt-adder-2digit")
+    a, b = np.divmod(np.arange(10_000), 100)
+    prompts = np.stack([a // 10, a % 10, b // 10, b % 10], axis=-1)
+    ones, tens, hundreds = generate(model, prompts, 3, temperature=0)[:, 4:].T
+    np.testing.assert_array_equal(ones + 10 * tens + 100 * hundreds, a + b)
+
+
+# ------------------------------------------------------------------------------------------ prompts of many lengths
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_each_row_equals_its_prompt_alone(position, use_cache):
+    model = make_model(position)
+    prompts = prompts_of([5, 1, 7, 2, 7])
+    ids, logs = generate(model, prompts, 6, temperature=0, use_cache=use_cache, logprobs=True)
+    assert logs.shape == (5, 6)
+    for row, log, prompt in zip(ids, logs, prompts, strict=True):
+        alone, log_alone = generate(model, prompt, 6, temperature=0, logprobs=True)
+        np.testing.assert_array_equal(row, alone[0])
+        np.testing.assert_allclose(log, log_alone[0], rtol=0, atol=1e-12)
+
+
+def test_ids_that_padding_is_made_of_are_read_like_any_other(model):
+    prompts = [[0, 0, 1, 2], [3, 0, 1, 2], [1, 2], [0], [0, 0]]
+    ids = generate(model, prompts, 6, temperature=0)
+    for row, prompt in zip(ids, prompts, strict=True):
+        np.testing.assert_array_equal(row, naive(model, prompt, 6))
+    assert len({tuple(row[-6:]) for row in ids}) == 5
+
+
+def test_rows_of_one_length_come_as_an_array_and_others_as_a_list(model):
+    same = generate(model, [[1, 2], [3, 4], [5, 6]], 3, seed=0)
+    assert same.shape == (3, 5)
+    assert same.dtype == np.int64
+    differing = generate(model, [[1, 2, 3], [4]], 3, seed=0)
+    assert isinstance(differing, list)
+    assert [row.shape for row in differing] == [(6,), (4,)]
+    assert {row.dtype for row in differing} == {np.dtype(np.int64)}
+    assert generate(model, [1, 2, 3], 3, seed=0).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [3, 1, 4],
+        (3, 1, 4),
+        np.array([3, 1, 4], np.uint8),
+        tg.Tensor(np.array([3, 1, 4])),
+        [np.int64(3), 1, 4],
+        np.array([[3, 1, 4]]),
+        [[3, 1, 4]],
+        [tg.Tensor(np.array([3, 1, 4]))],
+    ],
+    ids=str,
+)
+def test_a_prompt_may_be_anything_that_holds_integers(model, prompt):
+    np.testing.assert_array_equal(generate(model, prompt, 5, temperature=0)[0], naive(model, [3, 1, 4], 5))
+
+
+def test_the_prompt_is_neither_changed_nor_shared(model):
+    prompt = np.array([[3, 1, 4]])
+    for n in (0, 3):
+        ids = generate(model, prompt, n, temperature=0)
+        np.testing.assert_array_equal(prompt, [[3, 1, 4]])
+        assert not np.shares_memory(ids, prompt)
+
+
+# ---------------------------------------------------------------------------------------------------------- stopping
+
+
+def test_every_row_stops_by_itself_and_equals_its_prompt_alone(model):
+    prompts = prompts_of([4, 2, 6, 1, 3], seed=3)
+    whole = [naive(model, prompt, 7) for prompt in prompts]
+    stop = int(whole[1][4])
+    ids, logs = generate(model, prompts, 7, temperature=0, stop=stop, logprobs=True)
+    lengths = set()
+    for row, log, prompt, expected in zip(ids, logs, prompts, whole, strict=True):
+        found = np.flatnonzero(expected[len(prompt) :] == stop)
+        n = found[0] + 1 if len(found) else 7
+        np.testing.assert_array_equal(row, expected[: len(prompt) + n])
+        np.testing.assert_array_equal(row, generate(model, prompt, 7, temperature=0, stop=stop)[0])
+        assert len(log) == n
+        lengths.add(n)
+    assert len(lengths) > 1
+    assert min(lengths) < 7
+
+
+def test_a_row_that_has_stopped_is_computed_no_more(model, monkeypatch):
+    prompts = prompts_of([4, 4, 4], seed=3)
+    whole = [naive(model, prompt, 9)[4:] for prompt in prompts]
+    stops = [int(new[i]) for new, i in zip(whole, [1, 3, 6], strict=True)]
+    counts = [int(np.isin(new, stops).argmax()) + 1 for new in whole]
+    sizes = []
+    forward = tg.nn.GPT.forward
+    monkeypatch.setattr(
+        tg.nn.GPT, "forward", lambda self, idx, **options: sizes.append(len(idx)) or forward(self, idx, **options)
+    )
+    ids = generate(model, prompts, 9, temperature=0, stop=stops)
+    assert [len(row) - 4 for row in ids] == counts
+    assert sizes == [sum(count > step for count in counts) for step in range(max(counts))]
+    assert len(set(counts)) > 1
+
+
+def test_a_stop_token_in_the_prompt_stops_nothing():
+    script = [3, 0, 3, 1, 2, 0, 4, 4]
+    model = Scripted(script, vocab_size=5)
+    np.testing.assert_array_equal(generate(model, [3, 0, 3], 5, temperature=0, stop=0), [[3, 0, 3, 1, 2, 0]])
+    np.testing.assert_array_equal(generate(model, [3, 0, 3], 5, temperature=0), [script])
+    np.testing.assert_array_equal(generate(model, [3, 0, 3], 5, temperature=0, stop=[]), [script])
+    np.testing.assert_array_equal(generate(model, [3, 0, 3], 5, temperature=0, stop=[0, 2]), [[3, 0, 3, 1, 2]])
+    np.testing.assert_array_equal(generate(model, [3], 5, temperature=0, stop=np.array([0])), [[3, 0]])
+
+
+@pytest.mark.parametrize("stop", ["cd", ["zz", "cd"], ["cdc", "d", "b"], "abcabcd"])
+def test_a_stop_string_is_found_where_its_last_token_completes_it(stop):
+    tokenizer = CharTokenizer("abcdz")
+    text = "cdabcabcdcd"  # begins with a stop string, as prompt
+    model = Scripted(tokenizer.encode(text), vocab_size=5)
+    ids = generate(model, tokenizer.encode("cd"), 9, temperature=0, stop=stop, tokenizer=tokenizer)
+    strings = [stop] if isinstance(stop, str) else stop
+    expected = next(text[:n] for n in range(3, 12) if any(s in text[2:n] for s in strings))
+    assert tokenizer.decode(ids[0]) == expected
+    assert "".join(stream(model, tokenizer.encode("cd"), 9, 0, stop=stop, tokenizer=tokenizer)) == expected[2:]
+
+
+def test_a_stop_string_begins_in_the_new_text():
+    tokenizer = CharTokenizer("ab")
+    model = Scripted(tokenizer.encode("abbabb"), vocab_size=2)
+    ids = generate(model, tokenizer.encode("ab"), 4, temperature=0, stop="bb", tokenizer=tokenizer)
+    assert tokenizer.decode(ids[0]) == "abbabb"  # not "abb", whose first b is in the prompt
+
+
+def test_ids_and_strings_stop_together():
+    tokenizer = CharTokenizer("abc")
+    model = Scripted(tokenizer.encode("aabcabc"), vocab_size=3)
+    for stop, expected in [(["ca", 1], "aab"), (["bc", 0], "aa"), (("b", 2), "aab")]:
+        ids = generate(model, tokenizer.encode("a"), 6, temperature=0, stop=stop, tokenizer=tokenizer)
+        assert tokenizer.decode(ids[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "error", "message"),
+    [
+        ("b", ValueError, "so a tokenizer must be given"),
+        (VOCABULARY, ValueError, "not in the vocabulary, 0 to 28"),
+        (-1, ValueError, "not in the vocabulary"),
+        (1.0, TypeError, "token id, a string, or a list"),
+        ([[1, 2]], TypeError, "token id, a string, or a list"),
+    ],
+)
+def test_a_stop_that_cannot_be_is_refused(model, stop, error, message):
+    with pytest.raises(error, match=message):
+        generate(model, [1], 3, stop=stop)
+
+
+@pytest.mark.parametrize(("stop", "message"), [("", "empty string"), ("x", "'x'.*not in the vocabulary")])
+def test_a_stop_string_that_cannot_be_written_is_refused(model, stop, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, [1], 3, stop=stop, tokenizer=CharTokenizer("abc"))
+
+
+# ------------------------------------------------------------------------------------------------ how many, and where
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("new", [0, 1, 3, 5, np.int64(2)])
+def test_max_new_tokens_counts_the_new_ones(model, new, use_cache):
+    prompt = [5, 4, 3, 2, 1]
+    np.testing.assert_array_equal(
+        generate(model, prompt, new, temperature=0, use_cache=use_cache), [naive(model, prompt, new)]
+    )
+    assert len(list(stream(model, prompt, new, use_cache=use_cache))) == new
+
+
+@pytest.mark.parametrize("new", [-1, 2.0, True, None, "3"])
+def test_a_max_new_tokens_that_is_no_count_is_refused(model, new):
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer, 0 or more"):
+        generate(model, [1], new)
+
+
+@pytest.mark.parametrize("length", [1, 7, BLOCK])
+def test_prompt_and_new_tokens_may_be_one_more_than_the_context(model, length):
+    (prompt,) = prompts_of([length])
+    assert generate(model, prompt, BLOCK + 1 - length).shape == (1, BLOCK + 1)
+
+
+@pytest.mark.parametrize(("length", "new"), [(1, BLOCK + 1), (7, 8), (BLOCK, 2), (BLOCK + 1, 1), (30, 1)])
+def test_a_full_context_is_an_error_before_anything_is_computed(model, monkeypatch, length, new):
+    monkeypatch.setattr(tg.nn.GPT, "forward", None)
+    (prompt,) = prompts_of([length])
+    for call in (generate, stream):
+        with pytest.raises(ValueError, match=rf"prompt of {length} and {new} new .*block_size is {BLOCK}.*slide"):
+            call(model, prompt, new)
+
+
+def test_a_long_prompt_comes_back_when_nothing_new_is_asked_for(model):
+    (prompt,) = prompts_of([30])
+    np.testing.assert_array_equal(generate(model, prompt, 0), [prompt])
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("length", [1, BLOCK - 2, BLOCK, BLOCK + 1, 30])
+def test_sliding_continues_the_last_tokens_that_fit(position, use_cache, length):
+    model = make_model(position)
+    (prompt,) = prompts_of([length])
+    new = BLOCK + 7
+    with pytest.warns(ContextFullWarning, match=f"each new token reads the last {BLOCK} anew"):
+        ids = generate(model, prompt, new, temperature=0, use_cache=use_cache, on_full="slide")
+    np.testing.assert_array_equal(ids, [naive(model, prompt, new)])
+
+
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.generation.ContextFullWarning")
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_each_row_of_a_sliding_batch_equals_its_prompt_alone(position, use_cache):
+    model = make_model(position)
+    prompts = prompts_of([5, 1, 30, BLOCK, 2])
+    stop = int(naive(model, prompts[1], BLOCK + 1)[-1])
+    ids = generate(model, prompts, BLOCK + 7, temperature=0, use_cache=use_cache, on_full="slide", stop=stop)
+    for row, prompt in zip(ids, prompts, strict=True):
+        new = len(row) - len(prompt)
+        np.testing.assert_array_equal(row, naive(model, prompt, new))
+        assert new == BLOCK + 7 or row[-1] == stop
+    assert len({len(row) - len(prompt) for row, prompt in zip(ids, prompts, strict=True)}) > 1
+
+
+def test_sliding_says_so_where_it_was_asked_for_and_only_when_it_slides(model):
+    for call in (generate, stream):
+        with pytest.warns(ContextFullWarning) as notes:
+            call(model, [1], BLOCK + 1, on_full="slide")
+        assert [note.filename for note in notes] == [__file__]
+        call(model, [1], BLOCK, on_full="slide")  # a warning would be an error
+
+
+def test_an_on_full_that_is_unknown_is_refused(model):
+    with pytest.raises(ValueError, match=r'on_full must be "error" or "slide", got .crop'):
+        generate(model, [1], 1, on_full="crop")
+
+
+# --------------------------------------------------------------------------------------------------- prompts in error
+
+
+@pytest.mark.parametrize("idx", [[], np.zeros((1, 0), int), np.zeros(0), [[]], [[1, 2], []]], ids=str)
+def test_an_empty_prompt_is_refused(model, idx):
+    with pytest.raises(ValueError, match=r"prompt \d is empty.*start token"):
+        generate(model, idx, 3)
+
+
+@pytest.mark.parametrize(
+    ("idx", "error", "message"),
+    [
+        ("", TypeError, "text, encode it first"),
+        ("abc", TypeError, "text, encode it first"),
+        (None, TypeError, "NoneType"),
+        (3, TypeError, "token ids"),
+        ([1.0, 2.0], TypeError, "must be integers, got float64"),
+        (np.array([True, False]), TypeError, "must be integers, got bool"),
+        (["a", "b"], TypeError, "must be integers"),
+        (np.zeros((2, 3, 5), int), ValueError, r"shape \(2, 3, 5\)"),
+        (np.array(3), ValueError, r"shape \(\)"),
+        (np.zeros((0, 5), int), ValueError, r"shape \(0, 5\)"),
+        ([[[1, 2]]], ValueError, r"row 0 of shape \(1, 2\)"),
+        ([[1, 2], 3], ValueError, r"row 1 of shape \(\)"),
+        ([1, 2, VOCABULARY], IndexError, r"idx\[2\] is 29, expected 0 to 28"),
+        ([-1], IndexError, r"idx\[0\] is -1, expected 0 to 28"),
+        ([[1, 2], [3, 99, 1]], IndexError, r"idx\[1\]\[1\] is 99, expected 0 to 28"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_prompt_that_cannot_be_is_refused(model, idx, error, message, new):
+    for call in (generate, stream):
+        with pytest.raises(error, match=message):
+            call(model, idx, new)
+
+
+def test_a_model_that_says_nan_is_not_listened_to():
+    model = make_model()
+    model.lm_head.weight.assign_(np.full(model.lm_head.weight.shape, np.nan))
+    for temperature in (0, 1):
+        with pytest.raises(ValueError, match="logits are nan or infinite"):
+            generate(model, [1], 3, temperature=temperature)
+
+
+# --------------------------------------------------------------------------------------------------------------- seed
+
+
+def test_a_seed_draws_the_same_tokens_whatever_numpy_draws_in_between(model):
+    def drawn(seed):
+        np.random.rand(3)
+        return generate(model, [[1, 2], [3, 4]], 10, temperature=1.5, seed=seed).tolist()
+
+    assert drawn(0) == drawn(0)
+    assert drawn(42) == drawn(42)
+    assert drawn(0) != drawn(42)
+    assert drawn(None) != drawn(None)
+
+
+def test_the_global_generator_is_not_disturbed(model):
+    np.random.seed(7)
+    before = np.random.get_state()[1:3]
+    generate(model, [1, 2], 5, seed=3)
+    generate(model, [1, 2], 5)
+    after = np.random.get_state()[1:3]
+    np.testing.assert_array_equal(before[0], after[0])
+    assert before[1] == after[1]
+
+
+def test_equal_prompts_of_a_batch_draw_differently(model):
+    a, b, c = generate(model, [[1, 2]] * 3, 10, temperature=2.0, seed=0).tolist()
+    assert a != b != c != a
+
+
+def test_rows_behind_a_row_do_not_matter_to_its_draws(model):
+    prompts = prompts_of([3, 5, 2])
+    three = generate(model, prompts, 6, temperature=2.0, seed=11)
+    two = generate(model, prompts[:2], 6, temperature=2.0, seed=11)
+    one = generate(model, prompts[0], 6, temperature=2.0, seed=11)
+    np.testing.assert_array_equal(three[0], two[0])
+    np.testing.assert_array_equal(three[1], two[1])
+    np.testing.assert_array_equal(three[0], one[0])
+
+
+def test_drawn_tokens_come_as_often_as_the_model_says(model):
+    n = 4000
+    drawn = generate(model, [[3, 1]] * n, 1, temperature=2.0, top_k=5, seed=0)[:, 2]
+    with tg.no_grad():
+        logits = model([3, 1]).numpy()[-1] / 2.0
+    kept = np.argsort(logits)[-5:]
+    p = np.zeros(VOCABULARY)
+    p[kept] = np.exp(logits[kept]) / np.exp(logits[kept]).sum()
+    counts = np.bincount(drawn, minlength=VOCABULARY)
+    assert (counts[p == 0] == 0).all()
+    assert (np.abs(counts - n * p) <= 4 * np.sqrt(n * p * (1 - p))).all()
+
+
+def test_cached_draws_equal_uncached_ones(model):
+    options = {"temperature": 1.3, "top_k": 11, "top_p": 0.9, "seed": 5, "logprobs": True}
+    cached, logs = generate(model, [[1, 2, 3]] * 7, 10, **options)
+    again, logs_again = generate(model, [[1, 2, 3]] * 7, 10, use_cache=False, **options)
+    np.testing.assert_array_equal(cached, again)
+    np.testing.assert_allclose(logs, logs_again, rtol=0, atol=1e-12)
+
+
+def test_log_probabilities_are_the_models_own_whatever_is_drawn_from(model):
+    prompt = [3, 1, 4]
+    ids, logs = generate(model, prompt, 8, temperature=0.5, top_k=3, top_p=0.8, seed=1, logprobs=True)
+    with tg.no_grad():
+        full = tg.ops.log_softmax(model(ids[:, :-1]).numpy()[0, 2:])
+    np.testing.assert_allclose(logs[0], full[np.arange(8), ids[0, 3:]], rtol=0, atol=1e-12)
+    assert logs.shape == (1, 8)
+    assert generate(model, prompt, 0, logprobs=True)[1].shape == (1, 0)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 1.5}], ids=str)
+def test_options_are_checked_when_called_also_where_nothing_is_drawn(model, options):
+    for call in (generate, stream):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            call(model, [1], 0, **options)
+
+
+# ---------------------------------------------------------------------------------------------- modes of the caller
+
+
+def modes(model):
+    return [module.training for _, module in model.named_modules()]
+
+
+def test_a_model_left_in_train_mode_generates_without_dropout_and_stays_in_it():
+    model = make_model(dropout=0.5)
+    expected = naive(model, [1, 2], 9)
+    model.train()
+    model.h[1].eval()
+    before = modes(model)
+    assert True in before
+    assert False in before
+    generators = {name: rng.bit_generator.state for name, rng in model.generators().items()}
+    for use_cache in (True, False):
+        np.testing.assert_array_equal(generate(model, [1, 2], 9, temperature=0, use_cache=use_cache), [expected])
+    assert modes(model) == before
+    for token, wanted in zip(stream(model, [1, 2], 9, temperature=0), expected[2:], strict=True):
+        assert token == wanted
+        assert modes(model) == before
+    assert generators == {name: rng.bit_generator.state for name, rng in model.generators().items()}
+
+
+def test_the_mode_comes_back_after_an_exception(monkeypatch):
+    model = make_model(dropout=0.5).train()
+
+    def fails(self, x):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(tg.nn.FeedForward, "forward", fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        generate(model, [1, 2], 3)
+    assert all(modes(model))
+    assert tg.is_grad_enabled()
+
+
+def test_code_between_tokens_records_gradients(model):
+    x = tg.Tensor(3.0, requires_grad=True)
+    tokens = stream(model, [1, 2], 5)
+    seen = []
+    for token in tokens:
+        assert tg.is_grad_enabled()
+        y = x * x
+        y.backward()
+        seen.append(token)
+    assert len(seen) == 5
+    assert x.grad == 5 * 6.0
+
+
+def test_a_stream_follows_the_mode_of_whoever_asks(model):
+    tokens = stream(model, [1, 2], 5)
+    with tg.no_grad():
+        next(tokens)
+        assert not tg.is_grad_enabled()
+    next(tokens)
+    assert tg.is_grad_enabled()
+
+
+def test_closing_a_stream_early_restores_everything():
+    model = make_model(dropout=0.5).train()
+    tokens = stream(model, [1, 2], 5)
+    next(tokens)
+    tokens.close()
+    assert tg.is_grad_enabled()
+    assert all(modes(model))
+    assert list(tokens) == []
+
+
+def test_generation_leaves_no_graph_and_no_gradient():
+    model = make_model()
+    generate(model, [1, 2], 5)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.loss([1, 2], [2, 3]).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------------- stream
+
+
+def test_a_stream_gives_what_generate_gives(model):
+    options = {"temperature": 1.2, "top_k": 9, "seed": 3}
+    (ids,) = generate(model, [1, 2, 3], 8, **options)
+    tokens = list(stream(model, [1, 2, 3], 8, **options))
+    assert tokens == ids[3:].tolist()
+    assert {type(token) for token in tokens} == {int}
+
+
+def test_a_stream_of_several_gives_minus_one_for_rows_that_have_stopped(model):
+    prompts = prompts_of([4, 2, 6], seed=3)
+    stop = int(naive(model, prompts[1], 3)[-1])
+    rows = np.stack(list(stream(model, prompts, 7, temperature=0, stop=stop)), axis=1)
+    ids = generate(model, prompts, 7, temperature=0, stop=stop)
+    assert (rows == -1).any()
+    for row, prompt, expected in zip(rows, prompts, ids, strict=True):
+        np.testing.assert_array_equal(row[row >= 0], expected[len(prompt) :])
+        assert (np.diff((row >= 0).astype(int)) <= 0).all()  # the -1 come last
+
+
+def test_a_stream_begins_when_it_is_asked(model, monkeypatch):
+    tokens = stream(model, [1, 2], 5, temperature=0)
+    monkeypatch.setattr(tg.nn.GPT, "forward", None)
+    with pytest.raises(TypeError):
+        next(tokens)
+
+
+BYTES = BPETokenizer({symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}, [])
+
+
+@pytest.mark.parametrize("prompt_bytes", [1, 2, 3])
+def test_a_stream_of_text_never_cuts_a_character(prompt_bytes):
+    text = "aß地😀z"
+    script = BYTES.encode(text)
+    model = Scripted(script, vocab_size=256)
+    pieces = list(stream(model, script[:prompt_bytes], len(script) - prompt_bytes, 0, tokenizer=BYTES))
+    assert len(pieces) == len(script) - prompt_bytes  # one thing per token
+    # a character that the prompt has begun is given out whole
+    assert "".join(pieces) == {1: "ß地😀z", 2: "ß地😀z", 3: "地😀z"}[prompt_bytes]
+    assert {len(piece) for piece in pieces} == {0, 1}
+
+
+def test_a_character_that_stays_incomplete_is_shown_at_the_end():
+    script = BYTES.encode("a地b")
+    pieces = list(stream(Scripted(script, vocab_size=256), script[:1], 2, 0, tokenizer=BYTES))
+    assert pieces == ["", "\ufffd"]
+
+
+def test_a_stop_string_may_end_inside_a_token_and_begin_in_another():
+    vocab = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)} | {"ab": 256, "cd": 257}
+    tokenizer = BPETokenizer(vocab, [("a", "b"), ("c", "d")])
+    script = tokenizer.encode("ababcdab")
+    assert script.tolist() == [256, 256, 257, 256]
+    ids = generate(Scripted(script, 258), script[:1], 3, temperature=0, stop="bc", tokenizer=tokenizer)
+    assert tokenizer.decode(ids[0]) == "ababcd"
+
+
+def test_a_stream_of_several_texts_gives_one_piece_for_each():
+    model = make_model()
+    tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyzäöü")
+    prompts = prompts_of([4, 2, 6], seed=3)
+    stop = tokenizer.characters[naive(model, prompts[1], 3)[-1]]
+    columns = list(stream(model, prompts, 7, temperature=0, stop=stop, tokenizer=tokenizer))
+    ids = generate(model, prompts, 7, temperature=0, stop=stop, tokenizer=tokenizer)
+    assert {len(column) for column in columns} == {3}
+    for row, prompt, pieces in zip(ids, prompts, zip(*columns, strict=True), strict=True):
+        assert "".join(pieces) == tokenizer.decode(row[len(prompt) :])
+
+
+# --------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_multiply_adds_by_hand():
+    config = tg.nn.GPTConfig(vocab_size=11, block_size=3, n_layer=1, n_head=1, n_embd=2, n_inner=5)
+    # per token: 2*6 for Q, K and V, 2*2 for W_O, 2*5 + 5*2 for the mlp = 36; per pair of tokens: 2 + 2; head: 2*11 = 22
+    assert multiply_adds(config, 1, 1) == 36 + 4 + 22
+    assert multiply_adds(config, 2, 1) == 2 * 36 + 4 * 4 + 22
+    assert multiply_adds(config, 2, 2) == (2 * 36 + 4 * 4 + 22) + (36 + 3 * 4 + 22)
+    assert multiply_adds(config, 2, 2, cached=False) == (2 * 36 + 4 * 4 + 22) + (3 * 36 + 9 * 4 + 22)
+    assert multiply_adds(config, 2, 3) == multiply_adds(config, 2, 2) + (3 * 36 + 9 * 4 + 22)  # a full context
+    assert multiply_adds(config, 2, 0) == 0
+
+
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.generation.ContextFullWarning")
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("prompt", "new"), [(1, 1), (5, 7), (BLOCK, 1), (7, 11), (17, 3)])
+@pytest.mark.parametrize("options", [{}, {"n_kv_head": 1, "position": "rotary", "n_inner": 7}], ids=["gpt2", "shared"])
+def test_multiply_adds_are_those_that_are_done(monkeypatch, options, prompt, new, cached):
+    model = make_model(**options)
+    done = []
+
+    def counting(op, count):
+        forward = op.forward
+
+        def counted(*arrays, **kwargs):
+            done.append(count(*arrays))
+            return forward(*arrays, **kwargs)
+
+        monkeypatch.setattr(op, "forward", counted)
+
+    counting(tg.ops.linear, lambda x, w, *bias: x.size * w.shape[1])
+    counting(tg.ops.matmul, lambda a, b: a.size * b.shape[-1])
+    counting(tg.ops.attention, lambda q, k, v, *rest: k.shape[-2] * q.size + k.shape[-2] * q[..., 0].size * v.shape[-1])
+    generate(model, prompts_of([prompt])[0], new, use_cache=cached, on_full="slide")
+    assert sum(done) == multiply_adds(model.config, prompt, new, cached)
