@@ -1,0 +1,313 @@
+"""From a picture to DOT, the language of Graphviz: pure text, the same for the same picture.
+
+Rules found by looking at four engines and a browser. One run of text per cell: with a change of font inside of a line,
+viewers that substitute the font let the parts drift apart. The font is called Arial and nothing else: of a list,
+engines that only estimate widths take Times; and where Helvetica is not installed, Graphviz 2.43 takes a much wider
+font for it, while Arial has a substitute of its own widths everywhere. No empty <FONT>: it is a syntax error, and the
+box turns into its id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from tinygrad_mha.viz.formula import number, shortened
+from tinygrad_mha.viz.heat import heat_table, legend_bar, scale, shows_numbers
+from tinygrad_mha.viz.picture import Cluster, Edge, Node, Picture, Table
+
+
+class Look(NamedTuple):
+    """The frame, the background and the second colour of a kind of box."""
+
+    frame: str
+    fill: str
+
+
+FONT = "Arial"
+LONGEST_TITLE = 36
+INK, GREY, WARNING, GRADIENT_INK = "#1b1f24", "#57606a", "#cf222e", "#7a3e7a"
+LOOKS = {
+    "input": Look("#0b6bcb", "#e8f2fd"),
+    "parameter": Look("#b7791f", "#fff6e0"),
+    "attention": Look("#54278f", "#f5f0fb"),
+    "output": Look("#1a7f37", "#e6f6ea"),
+    "gradient": Look("#92308f", "#fcf3fc"),
+    "op": Look("#57606a", "#ffffff"),
+    "plus": Look("#57606a", "#ffffff"),
+    "operation": Look("#57606a", "#eef0f2"),
+}
+EDGE_COLOURS = {
+    "data": "#8c959f",
+    "input": "#0b6bcb",
+    "parameter": "#d4a72c",
+    "residual": "#0b6bcb",
+    "gradient": "#92308f",
+    "recall": "#b6bdc5",
+}
+WEIGHTS = {"data": 3, "parameter": 2}  # how straight an arrow shall be: the computation makes the spine
+CHANGES = {"same": ("", GREY), "left": ("− ", "#cf222e"), "right": ("+ ", "#1a7f37")}
+
+
+def to_dot(picture: Picture, direction: str = "TB") -> str:
+    """The whole picture as DOT text."""
+    down = direction == "TB"
+    inside: dict[str | None, list[Node]] = defaultdict(list)
+    frames: dict[str | None, list[Cluster]] = defaultdict(list)
+    for node in picture.nodes:
+        inside[node.cluster].append(node)
+    for cluster in picture.clusters:
+        frames[cluster.parent].append(cluster)
+    kinds = {node.id: node.kind for node in picture.nodes}
+    out = ["digraph {", *header(picture, direction)]
+    # Open and close the frames without recursion: a stack of lines and of frames to be written.
+    todo: list[tuple[int, str | Cluster]] = [(1, c) for c in reversed(frames[None])]
+    todo += [(1, node_text(node)) for node in reversed(inside[None])]
+    while todo:
+        depth, item = todo.pop()
+        if isinstance(item, str):
+            out.append("\t" * depth + item)
+            continue
+        out += ["\t" * depth + line for line in (f"subgraph {item.id} {{", "\t" + cluster_attributes(item))]
+        todo.append((depth, "}"))
+        todo += [(depth + 1, c) for c in reversed(frames[item.id])]
+        todo += [(depth + 1, node_text(node)) for node in reversed(inside[item.id])]
+    out += ["\t" + line for line in side_by_side(picture)]
+    ways_out = Counter(edge.source for edge in picture.edges)
+    bent = {edge.target for edge in picture.edges if kinds[edge.source] not in ("input", "parameter")}
+    bent |= {node.id for node in picture.nodes if node.kind in ("plus", "operation")}
+    bent |= {node.id for node in picture.nodes if node.kind == "parameter" and ways_out[node.id] > 1}
+    out += [
+        "\t" + edge_text(edge, down, not bent & {edge.source, edge.target}, ways_out[edge.source] == 1)
+        for edge in picture.edges
+    ]
+    return "\n".join([*out, "}", ""])
+
+
+def header(picture: Picture, direction: str) -> list[str]:
+    label = legend(picture)
+    return [
+        f'\tgraph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
+        f"rankdir={direction} ranksep=0.5 splines=spline]",
+        f'\tnode [fontname="{FONT}" shape=plain]',
+        f'\tedge [arrowsize=0.6 color="#8c959f" fontname="{FONT}" fontsize=10 penwidth=1.2]',
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Boxes
+
+
+def node_text(node: Node) -> str:
+    if node.kind == "plus":
+        frame = CHANGES[node.change][1]
+        label = table([row(font("+", 14, INK), 'WIDTH="20" ALIGN="CENTER"')], frame, "#ffffff", padding=0)
+    elif node.kind == "operation":
+        return (
+            f'{node.id} [shape=oval style=filled fillcolor="#eef0f2" color="#8c959f" fontsize=11 margin="0.08,0.02" '
+            f"label=<{escaped(node.title)}> tooltip={quoted(node.tooltip)}]"
+        )
+    else:
+        label = node_table(node)
+    return f"{node.id} [label=<{label}> tooltip={quoted(node.tooltip or node.title)}]"
+
+
+def node_table(node: Node) -> str:
+    """Title and shape, the lines under them, the value, and the gradient under the value or beside it if it is tall."""
+    sign, change = CHANGES[node.change]
+    look = LOOKS[node.kind] if node.change == "same" else Look(change, LOOKS[node.kind].fill)
+    title = font(bold(sign + shortened(node.title, LONGEST_TITLE)), 14, INK)
+    corner = font(bold(node.shape), 12, look.frame if node.kind != "op" else GREY)
+    rows = [f'<TR><TD ALIGN="LEFT">{title}   </TD><TD ALIGN="RIGHT">{corner}</TD></TR>']
+    *lines, last = [line for line in node.lines if line] or [""]
+    rows += [wide(font(line, 10, GREY)) for line in lines]
+    remark = font(node.parameters, 10, LOOKS["parameter"].frame) or font(value_range(node), 9, GREY)
+    if remark:
+        rows.append(f'<TR><TD ALIGN="LEFT">{font(last, 10, GREY)}  </TD><TD ALIGN="RIGHT">{remark}</TD></TR>')
+    elif last:
+        rows.append(wide(font(last, 10, GREY)))
+    if node.warning:
+        rows.append(wide(font(bold(f"! {node.warning}"), 10, WARNING)))
+    rows += numbers(node)
+    inner = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>'
+    return table([row(inner, "")], look.frame, look.fill, padding=3)
+
+
+def is_tall(node: Node) -> bool:
+    return all(isinstance(t, Table) and t.data.shape[-2] > 12 for t in (node.value, node.gradient))
+
+
+def value_range(node: Node) -> str:
+    """What the strongest colour means, where no numbers say it."""
+    value = node.value
+    if not isinstance(value, Table) or value.palette == "attention" or is_tall(node) or shows_numbers(value):
+        return ""
+    return extent(value)
+
+
+def numbers(node: Node) -> list[str]:
+    value, gradient = node.value, node.gradient
+    if is_tall(node) and isinstance(value, Table) and isinstance(gradient, Table):
+        side = "".join(f'<TD ALIGN="LEFT">{heat_table(t)}</TD>' for t in (value, gradient))
+        ranges = [font(f"value {extent(value)}", 9, GREY), font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)]
+        under = "".join(f'<TD ALIGN="LEFT">{text}</TD>' for text in ranges)
+        look = 'ALIGN="LEFT" BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2"'
+        return [wide(f"<TABLE {look}><TR>{side}</TR><TR>{under}</TR></TABLE>")]
+    rows = []
+    if isinstance(value, Table):
+        rows.append(wide(heat_table(value)))
+    if isinstance(gradient, Table):
+        rows += [wide(font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)), wide(heat_table(gradient))]
+    elif gradient:
+        rows.append(wide(font(gradient, 9, GRADIENT_INK)))
+    return rows
+
+
+def extent(t: Table) -> str:
+    """The range of the colours of a table, and how many numbers are outside of any range."""
+    lost = int(t.data.size - np.isfinite(t.data).sum())
+    said = "0…1" if t.palette == "attention" else f"±{number(float(f'{scale(t.data):.2g}'))}"
+    if lost == t.data.size:
+        return "not finite"
+    return f"{said}, {lost} not finite" if lost else said
+
+
+def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:
+    look = f'BORDER="1" STYLE="ROUNDED" COLOR="{frame}" BGCOLOR="{fill}" CELLBORDER="0"'
+    return f'<TABLE {look} CELLSPACING="0" CELLPADDING="{padding}">{"".join(rows)}</TABLE>'
+
+
+def row(content: str, attributes: str) -> str:
+    return f"<TR><TD {attributes}>{content}</TD></TR>"
+
+
+def wide(content: str) -> str:
+    """A row across both columns."""
+    return row(content, 'COLSPAN="2" ALIGN="LEFT"')
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def font(text: str, size: int, colour: str) -> str:
+    """Text in one run; nothing at all for no text."""
+    if not text:
+        return ""
+    inner = text if text.startswith("<B>") else escaped(text)
+    return f'<FONT POINT-SIZE="{size}" COLOR="{colour}">{inner}</FONT>'
+
+
+def bold(text: str) -> str:
+    return f"<B>{escaped(text)}</B>" if text else ""
+
+
+def escaped(text: str) -> str:
+    """Any text, for an HTML-like label: what XML cannot hold is replaced, a new line begins a new line."""
+    text = UNFIT.sub("\ufffd", text).replace("\t", " ")
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return re.sub(r"\r\n|\r|\n", "<BR/>", text)
+
+
+UNFIT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def quoted(text: str) -> str:
+    """Any text, for a quoted string of DOT, in which a backslash and & begin an escape."""
+    text = UNFIT.sub("\ufffd", text).replace("\\", "\\\\").replace("&", "&amp;").replace('"', '\\"')
+    return '"' + re.sub(r"\r\n|\r|\n", r"\\n", text) + '"'
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Frames and arrows
+
+
+def cluster_attributes(cluster: Cluster) -> str:
+    rows = [row(font(cluster.title or " ", 13, GREY), 'ALIGN="LEFT"')]
+    rows += [row(font(line, 10, GREY), 'ALIGN="LEFT"') for line in cluster.lines]
+    label = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="1">{"".join(rows)}</TABLE>'
+    return (
+        f'graph [color="#c9d1d9" fillcolor="#f6f8fa" label=<{label}> labeljust=l labelloc=t margin=12 '
+        f'style="rounded,filled" tooltip={quoted(cluster.title)}]'
+    )
+
+
+def edge_text(edge: Edge, down: bool, straight: bool, only_way_out: bool) -> str:
+    """`straight` from the bottom of one box to the top of the next, else Graphviz finds the way round the boxes."""
+    colour = EDGE_COLOURS[edge.kind] if edge.change == "same" else CHANGES[edge.change][1]
+    start, end = ("s", "n") if down else ("e", "w")
+    ports = (f":{start}", f":{end}") if straight else ("", "")
+    attributes = [f'color="{colour}"'] if colour != EDGE_COLOURS["data"] else []
+    if edge.label:
+        attributes.append(f"label=<{font(f' {edge.label} ', 10, GREY if edge.kind == 'data' else colour)}>")
+    weight = WEIGHTS.get(edge.kind, 1) + 2 * (edge.kind == "data" and only_way_out)
+    if weight != 1:
+        attributes.append(f"weight={weight}")
+    if edge.change != "same":
+        attributes.append("penwidth=2.2" + (" style=dashed" if edge.change == "left" else ""))
+    if edge.kind == "recall":
+        attributes.append("constraint=false style=dashed")
+    if edge.kind == "gradient":
+        # A gradient flows up beside the forward, which flows down: Graphviz is told the way of the forward.
+        attributes.append("dir=back")
+        return f"{edge.target} -> {edge.source} [{' '.join(attributes)}]"
+    text = f"{edge.source}{ports[0]} -> {edge.target}{ports[1]}"
+    return f"{text} [{' '.join(attributes)}]" if attributes else text
+
+
+def side_by_side(picture: Picture) -> list[str]:
+    """Keep Q, K and V in this order: boxes made of the same input and of one parameter each stand in a row.
+
+    Without it, versions of Graphviz differ. The parameters above them stand in the same order.
+    """
+    nodes = {node.id: node for node in picture.nodes}
+    sources: dict[str, list[str]] = defaultdict(list)
+    for edge in picture.edges:
+        sources[edge.target].append(edge.source)
+    rows: dict[tuple[str | None, str], list[tuple[str, str]]] = defaultdict(list)
+    for node in picture.nodes:
+        made_of = sources[node.id]
+        parameters = [id for id in made_of if nodes[id].kind == "parameter"]
+        if len(made_of) == 2 and len(parameters) == 1 and nodes[parameters[0]].cluster == node.cluster:
+            x = next(id for id in made_of if id != parameters[0])
+            rows[node.cluster, x].append((node.id, parameters[0]))
+    lines = []
+    chains = [ids for pairs in rows.values() if len(pairs) > 1 for ids in zip(*pairs, strict=True)]
+    uses = Counter(edge.source for edge in picture.edges)
+    for node in picture.nodes:
+        own = [id for id in sources[node.id] if nodes[id].kind == "parameter" and uses[id] == 1]
+        if len(own) > 1 and len({nodes[id].cluster for id in own}) == 1:
+            chains.append(tuple(own))  # weight, then bias
+    gradient = dict(picture.pairs)
+    chains += [tuple(gradient[id] for id in ids) for ids in chains if all(id in gradient for id in ids)]
+    lines += ["{ rank=same " + " -> ".join(ids) + " [style=invis] }" for ids in chains]
+    lines += [f"{{ rank=same {a} {b} }}" for a, b in picture.pairs]
+    return lines
+
+
+def legend(picture: Picture) -> str:
+    """The palettes that occur, and the caption."""
+    tables = [t for node in picture.nodes for t in (node.value, node.gradient) if isinstance(t, Table)]
+    used = {t.palette for t in tables}
+    ends = {
+        "value": ("value  −max", "+max"),
+        "attention": ("attention  0", "1"),
+        "gradient": ("gradient  −max", "+max"),
+    }
+    cells = []
+    for palette, (low, high) in ends.items():
+        if palette in used:
+            cells.append(
+                f"<TD>{font(f'   {low} ', 10, GREY)}</TD>{legend_bar(palette)}<TD>{font(f' {high}   ', 10, GREY)}</TD>"
+            )
+    rows = [f"<TR>{''.join(cells)}</TR>"] if cells else []
+    rows = [f'<TR><TD HEIGHT="12"></TD></TR>{r}' for r in rows]
+    span = f'COLSPAN="{11 * len(cells) or 1}"'
+    rows += [row(font(line, 11, GREY), span) for line in picture.caption]
+    if not rows:
+        return ""
+    return f'label=<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="0">{"".join(rows)}</TABLE>> '

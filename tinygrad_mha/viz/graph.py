@@ -1,0 +1,267 @@
+"""tg.graph: the picture of a computation, and tg.graph_diff: two of them with their differences.
+
+From tensors to a file there are four steps, each a file of its own: `trace` reads the run, `draft` decides what gets a
+box and what is written in it, `dot` writes the picture as text, `render` lets Graphviz draw it. This file is the door.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tinygrad_mha.storage import replacing
+from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.viz import render
+from tinygrad_mha.viz.diff import compared
+from tinygrad_mha.viz.dot import to_dot
+from tinygrad_mha.viz.draft import Draft, Options
+from tinygrad_mha.viz.picture import Picture
+from tinygrad_mha.viz.places import Pattern
+from tinygrad_mha.viz.trace import trace, trace_backward
+
+TEXT_FORMATS = ("dot", "gv")
+
+
+class GraphTooLargeError(ValueError):
+    """More boxes than anybody could look at; the message says which `depth` would do."""
+
+
+class Graph:
+    """A picture of a run, taken when it was asked for: what happens to the tensors later does not change it.
+
+    Attributes:
+        dot: the picture in DOT, the language of Graphviz; the same for the same run, in every process.
+        picture: boxes, arrows and frames as plain data.
+
+    A notebook shows it by itself. Without any Graphviz it shows the DOT text and what to install.
+    """
+
+    def __init__(self, picture: Picture, direction: str = "TB", engine: str = "auto", title: str = "graph") -> None:
+        self.picture = picture
+        self.direction = direction
+        self.engine = engine
+        self.title = title
+        self.dot = to_dot(picture, direction)
+
+    def svg(self) -> str:
+        """The picture as SVG: a file of its own, or a part of a page.
+
+        Raises:
+            NoEngineError: no Graphviz was found; it says what to install.
+        """
+        return self._svg
+
+    @cached_property
+    def _svg(self) -> str:
+        return render.standalone(self._rendered("svg").decode(), self.title)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the picture to a file, in the format that its name ends in: svg, png, pdf, html, dot or gv.
+
+        Raises:
+            ValueError: another ending.
+            NoEngineError: no Graphviz was found, and the format is not dot. Nothing is written.
+        """
+        path = Path(path)
+        format = path.suffix.lower().removeprefix(".")
+        if format in TEXT_FORMATS:
+            content = self.dot.encode()
+        elif format == "html":
+            content = render.page(render.inline(self.svg()), self.title).encode()
+        elif format == "svg":
+            content = self.svg().encode()
+        elif format in render.FORMATS:
+            content = self._rendered(format)
+        else:
+            known = ", ".join(f".{name}" for name in (*render.FORMATS, "html", *TEXT_FORMATS))
+            raise ValueError(f"a graph is saved as {known}, got {str(path)!r}")
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+        return path
+
+    def _rendered(self, format: str) -> bytes:
+        return render.render(self.dot, format, (node.id for node in self.picture.nodes), self.engine)
+
+    def __repr__(self) -> str:
+        boxes, arrows = len(self.picture.nodes), len(self.picture.edges)
+        return f'<{self.title}: {boxes} boxes, {arrows} arrows; .save("graph.svg"), .svg() or .dot>'
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        try:
+            svg = self.svg()
+        except render.NoEngineError as error:
+            text = f"{error}\n\n{self.dot}"
+            return {"text/plain": text, "text/html": f'<pre style="max-height:30em;overflow:auto">{escape(text)}</pre>'}
+        # HTML comes first: as an image alone the SVG would lose the texts under the pointer.
+        return {"text/html": render.inline(svg), "image/svg+xml": svg, "text/plain": repr(self)}
+
+
+def graph(
+    y: Any,
+    depth: int | None = None,
+    collapse: Pattern | Sequence[Pattern] | None = None,
+    expand: Pattern | Sequence[Pattern] | None = None,
+    fold: bool = True,
+    ops: str = "folded",
+    values: bool | str = "auto",
+    grads: bool | str = "auto",
+    backward: bool = False,
+    direction: str = "TB",
+    names: Mapping[Any, Any] | None = None,
+    max_nodes: int | None = 1500,
+    engine: str = "auto",
+) -> Graph:
+    """The picture of how `y` was made: one box for each tensor, with its name, shape, formula, values and gradient.
+
+    Modules are frames around their tensors, and blocks that are equal are drawn once, with xN. To draw a computation in
+    which nothing needs a gradient, run it inside of `with tg.record():`.
+
+    Args:
+        y: a tensor, or a list, tuple or dict of them (keys are names).
+        depth: how many levels of modules are open; those below are one box each, with class, shape and parameter count.
+        collapse: modules to close, whatever the depth: a path ("h.0.attn"), a pattern ("h.*.mlp"), a class name, a
+            predicate of the path, or a list of these.
+        expand: modules to open, whatever the depth and however often they repeat; also names of fused primitives
+            ("attention"), which are then drawn as what they are composed of.
+        fold: write chains of shape-only and unary operations into the formula of their user, and repeat blocks as xN;
+            False gives each operation its box.
+        ops: "folded", or "separate" for the plain autograd graph with an oval for each operation.
+        values, grads: True, False, or "auto": show the numbers of small tensors in small pictures.
+        backward: draw the computation of the gradients beside the forward; `y` is one tensor. Unless `y` has a gradient
+            already, it must be a scalar.
+        direction: "TB" from top to bottom, or "LR" from left to right.
+        names: {name: tensor} for tensors without a name; `locals()` will do.
+        max_nodes: with more boxes than this, raise; None for no limit.
+        engine: "dot", "pygraphviz", or "auto" for the first that works.
+
+    Raises:
+        GraphTooLargeError: more than `max_nodes` boxes; it says which depth would fit.
+        ValueError, TypeError: an option out of range; a pattern that means nothing in this run; no tensor.
+
+    Example:
+        >>> x = Tensor([[1.0, 2.0]], name="x")
+        >>> W = Tensor([[3.0], [4.0]], requires_grad=True, name="W")
+        >>> graph((x @ W).named("y"))
+        <graph of y: 3 boxes, 2 arrows; .save("graph.svg"), .svg() or .dot>
+    """
+    check_options(depth, ops, values, grads, direction, max_nodes, engine)
+    roots, keys = tensors_in(y)
+    options = Options(
+        depth=depth,
+        collapse=patterns(collapse, "collapse"),
+        expand=patterns(expand, "expand"),
+        fold=fold,
+        separate=ops == "separate",
+        values=None if values == "auto" else bool(values),
+        grads=None if grads == "auto" else bool(grads),
+        names={**keys, **(names or {})},
+    )
+    if backward:
+        if len(roots) != 1:
+            raise ValueError(f"backward=True draws one output, got {len(roots)}")
+        run = trace_backward(roots[0])
+    else:
+        run = trace(roots, lambda op: op in options.expand)
+    draft = Draft(list(run.values()), [run[id(root)] for root in roots], options)
+    check_patterns(draft, options)
+    check_size(draft, max_nodes)
+    picture = draft.picture()
+    named = [draft.titles[run[id(root)]] for root in roots]
+    return Graph(picture, direction, engine, f"graph of {', '.join(named[:3])}{', …' if len(named) > 3 else ''}")
+
+
+def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
+    """Two graphs side by side, with what only one of them has in colour, dashed or thick, and marked - or +.
+
+    Boxes correspond when they have the same title in the same module; arrows, when they connect such boxes.
+
+    Args:
+        a, b: graphs, or what `graph` takes, with the `options` of `graph`.
+
+    Example:
+        >>> x = Tensor([1.0], requires_grad=True, name="x")
+        >>> graph_diff((x * x).named("y"), (x * x + x).named("y")).picture.caption
+        ['only on the left: 0 boxes, 0 arrows · only on the right: 1 box, 3 arrows']
+    """
+    left, right = (g if isinstance(g, Graph) else graph(g, **options) for g in (a, b))
+    picture = compared(left.picture, right.picture)
+    return Graph(picture, left.direction, left.engine, f"{left.title} against {right.title}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What was asked for
+
+
+def check_options(depth: Any, ops: Any, values: Any, grads: Any, direction: Any, max_nodes: Any, engine: Any) -> None:
+    choices: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("ops", ops, ("folded", "separate")),
+        ("values", values, (True, False, "auto")),
+        ("grads", grads, (True, False, "auto")),
+        ("direction", direction, ("TB", "LR")),
+        ("engine", engine, ("auto", *render.ENGINES)),
+    ]
+    for name, given, allowed in choices:
+        if given not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
+    for name, given, least in (("depth", depth, 0), ("max_nodes", max_nodes, 1)):
+        if given is not None and (not isinstance(given, int) or given < least):
+            raise ValueError(f"{name} must be None or a whole number of at least {least}, got {given!r}")
+
+
+def tensors_in(y: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The tensors of a nest of lists, tuples and dicts, each once, and the names that keys give to those without."""
+    found: dict[int, Tensor] = {}
+    keys: dict[str, Tensor] = {}
+    stack: list[tuple[Any, Any]] = [(None, y)]
+    while stack:
+        key, item = stack.pop()
+        if isinstance(item, Tensor):
+            found[id(item)] = item
+            if isinstance(key, str) and not item.name:
+                keys[key] = item
+        elif isinstance(item, Mapping):
+            stack.extend(reversed(list(item.items())))
+        elif isinstance(item, (list, tuple)):
+            stack.extend((None, inner) for inner in reversed(item))
+        else:
+            raise TypeError(f"graph draws a Tensor, or a list, tuple or dict of them; got {type(item).__name__}")
+    if not found:
+        raise ValueError("graph was given no tensor")
+    return list(found.values()), keys
+
+
+def patterns(given: Any, name: str) -> tuple[Pattern, ...]:
+    if given is None:
+        return ()
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for pattern in several:
+        if not isinstance(pattern, str) and not callable(pattern):
+            raise TypeError(f"{name} takes paths, patterns, class names and predicates, got {pattern!r}")
+    return tuple(several)
+
+
+def check_patterns(draft: Draft, options: Options) -> None:
+    """A pattern that means no module of this run is a slip of the pen."""
+    for pattern in (*options.collapse, *options.expand):
+        if isinstance(pattern, str) and not any(place.matches([pattern]) for place in draft.every_place):
+            known = ", ".join(dict.fromkeys(place.path or place.kind for place in draft.every_place[1:])) or "none"
+            fused = ", ".join(sorted({v.op.name for v in draft.values if v.op and v.op.composition})) or "none"
+            raise ValueError(f"{pattern!r} means nothing in this run. Modules: {known}. Fused primitives: {fused}")
+
+
+def check_size(draft: Draft, max_nodes: int | None) -> None:
+    if max_nodes is None or len(draft.boxes) <= max_nodes:
+        return
+    fitting = draft.fitting_depth(max_nodes)
+    advice = (
+        "and no module that could be closed: draw an earlier tensor, or name the parts with modules"
+        if fitting is None
+        else f"depth={fitting} would fit"
+    )
+    raise GraphTooLargeError(
+        f"{len(draft.boxes):,} boxes are more than max_nodes={max_nodes}; {advice} (max_nodes=None draws all of them)"
+    )

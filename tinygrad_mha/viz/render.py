@@ -1,0 +1,246 @@
+"""From DOT to SVG, PNG and PDF, by whichever Graphviz is there.
+
+Two engines are known: the program `dot` on PATH, and the Python package pygraphviz, which brings Graphviz as a library.
+Both run as a process of their own, so that one that crashes or hangs does no harm. An engine is believed only after a
+look at the SVG that it makes: every box must be there, with its text. What fails falls through to the next engine with
+a warning; when none is left, one error says what was tried and what helps.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import graphviz  # type: ignore[import-untyped]
+
+FORMATS = ("svg", "png", "pdf")
+PNG_DPI = 144
+PROBE_SECONDS = 5.0
+LAYOUT_SECONDS = 120.0
+
+Command = Callable[[Path, dict[str, Path]], list[str]]  # of the DOT file and {format: output file}
+
+
+class NoEngineError(graphviz.ExecutableNotFound):
+    """No Graphviz that works was found. The DOT text needs none: `graph.dot`, `graph.save("x.dot")`."""
+
+    def __init__(self, wanted: str, tried: Iterable[str]) -> None:
+        RuntimeError.__init__(
+            self,
+            f"cannot make {wanted}: no Graphviz that works was found ("
+            + "; ".join(tried)
+            + "). Any one of these helps:\n"
+            '  pip install "tinygrad_mha[render]"   brings Graphviz with it, as the package pygraphviz\n'
+            "  your system's package manager: apt, dnf, brew, conda, winget or choco install graphviz\n"
+            '  graph.save("x.dot") or graph.dot     needs no Graphviz; any DOT viewer shows it',
+        )
+
+
+class EngineFailedError(Exception):
+    """Why one engine is not to be used."""
+
+
+def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") -> bytes:
+    """`dot` drawn as svg, png or pdf. `nodes` are the ids of the boxes that must be in the result.
+
+    Raises:
+        NoEngineError: no engine is there that works (or not the one that was asked for).
+    """
+    absent, broken = [], []
+    for name, find in ENGINES.items():
+        if engine not in ("auto", name):
+            continue
+        try:
+            command = find()
+            if command is None:
+                absent.append(f"{name} is not installed")
+                continue
+            image = run(command, dot, format, set(nodes))
+        except EngineFailedError as error:
+            broken.append(f"{name} is not usable: {error}")
+            continue
+        if broken:
+            warnings.warn(f"{'; '.join(broken)}. {name} is used instead", RuntimeWarning, stacklevel=3)
+        return image
+    raise NoEngineError(format.upper(), broken + absent)
+
+
+def run(command: Command, dot: str, format: str, nodes: set[str]) -> bytes:
+    """Let an engine draw into files, and look at what it drew. Files, because a pipe outlives a killed process."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "graph.dot")
+        source.write_text(dot, encoding="utf-8")
+        outputs = {name: Path(folder, f"graph.{name}") for name in dict.fromkeys(("svg", format))}
+        try:
+            said = call(command(source, outputs), LAYOUT_SECONDS)
+            problem = next((line for line in said.splitlines() if line.startswith("Error:")), None)
+            problem = problem or missing(outputs["svg"].read_text(encoding="utf-8"), nodes)
+            if problem:
+                raise EngineFailedError(problem)
+            return outputs[format].read_bytes()
+        except (OSError, UnicodeError, ElementTree.ParseError) as error:
+            raise EngineFailedError(f"no usable output ({error})") from error
+
+
+def call(command: list[str], seconds: float) -> str:
+    """Run a command; what it said on either channel. It must end in time, and with success."""
+    with tempfile.TemporaryFile() as channel:
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=channel, stderr=channel, timeout=seconds, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise EngineFailedError(f"did not answer within {seconds:g} seconds") from None
+        except OSError as error:
+            raise EngineFailedError(f"does not start ({error})") from error
+        channel.seek(0)
+        said = channel.read().decode("utf-8", "replace")
+    if code:
+        raise EngineFailedError(f"ended with status {code}: {said.strip()[-300:] or 'no message'}")
+    return said
+
+
+def missing(svg: str, nodes: set[str]) -> str | None:
+    """What is wrong with an SVG: a box that is not there, or whose label was lost, which leaves its id as the text."""
+    found = set()
+    for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
+        if group.get("class") != "node":
+            continue
+        id = group.findtext(f"{SVG}title") or ""
+        found.add(id)
+        if [text.text for text in group.iter(f"{SVG}text")] == [id]:
+            return f"the label of box {id} was lost"
+    lost = sorted(nodes - found)
+    return f"box {lost[0]} and {len(lost) - 1} more are not in the picture" if lost else None
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The engines
+
+
+def find_dot() -> Command | None:
+    """The program `dot` on PATH, if it answers."""
+    path = shutil.which("dot")
+    if path is None:
+        return None
+    problem = probe(path, os.stat(path).st_mtime_ns)
+    if problem:
+        raise EngineFailedError(f"{path} {problem}")
+
+    def command(source: Path, outputs: dict[str, Path]) -> list[str]:
+        drawn = [argument for format, file in outputs.items() for argument in (f"-T{format}", "-o", str(file))]
+        return [path, *dpi(outputs), *drawn, str(source)]
+
+    return command
+
+
+@functools.lru_cache
+def probe(path: str, changed: int) -> str | None:
+    """Why the program at `path` is no `dot`, or None. Asked once for each state of the file."""
+    try:
+        return None if "graphviz" in call([path, "-V"], PROBE_SECONDS).lower() else "is not Graphviz"
+    except EngineFailedError as error:
+        return str(error)
+
+
+def find_pygraphviz() -> Command | None:
+    """The package pygraphviz, in a Python of its own."""
+    try:
+        spec = importlib.util.find_spec("pygraphviz")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin:
+        return None
+    where = str(Path(spec.origin).parent.parent)
+
+    def command(source: Path, outputs: dict[str, Path]) -> list[str]:
+        drawn = [argument for format, file in outputs.items() for argument in (format, str(file))]
+        return [sys.executable, "-c", WITH_PYGRAPHVIZ, where, " ".join(dpi(outputs)), str(source), *drawn]
+
+    return command
+
+
+WITH_PYGRAPHVIZ = """
+import sys
+where, options, source, *drawn = sys.argv[1:]
+sys.path.append(where)
+import pygraphviz
+graph = pygraphviz.AGraph(string=open(source, encoding="utf-8").read())
+for format, file in zip(drawn[::2], drawn[1::2]):
+    graph.draw(file, format=format, prog="dot", args=options)
+"""
+
+ENGINES: dict[str, Callable[[], Command | None]] = {"dot": find_dot, "pygraphviz": find_pygraphviz}
+
+
+def dpi(outputs: dict[str, Path]) -> list[str]:
+    return [f"-Gdpi={PNG_DPI}"] if "png" in outputs else []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# SVG for files, pages and notebooks
+
+FONTS = "Arial, Helvetica, 'Liberation Sans', sans-serif"
+
+
+def standalone(svg: str, title: str) -> str:
+    """The SVG of an engine as a file of its own: without what needs the network, and with ids of its own.
+
+    Ids carry a prefix made of the content, so that several pictures can be put into one page. What an engine writes as
+    a link, for the text under the pointer, becomes a title, which more viewers show and which nobody can click.
+    """
+    prefix = f"g{sha256(svg.encode()).hexdigest()[:8]}_"
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<a [^>]*?xlink:title="([^"]*)"[^>]*>', r"<g><title>\1</title>", svg).replace("</a>", "</g>")
+    svg = svg.replace('font-family="Arial"', f'font-family="{FONTS}"')
+    svg = re.sub(
+        r"(<g id=\"graph0\"[^>]*>\s*<title>).*?(</title>)", lambda m: m[1] + escape(title) + m[2], svg, count=1
+    )
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + prefixed(svg, prefix)
+
+
+def prefixed(svg: str, prefix: str) -> str:
+    svg = re.sub(r'(<[^>]*?\s)id="', rf'\1id="{prefix}', svg)
+    return svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
+
+
+displayed = itertools.count(1).__next__
+
+
+def inline(svg: str) -> str:
+    """A standalone SVG as part of a page: it shrinks to the width of the page and scrolls when it is high."""
+    svg = svg[svg.index("<svg") :]
+    width = re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
+    natural = f"width:{float(width[1]) * 4 / 3:.0f}px;" if width else ""
+    svg = svg.replace("<svg ", f'<svg style="{natural}max-width:100%;height:auto;background:white" ', 1)
+    return f'<div style="overflow:auto;max-height:85vh">{prefixed(svg, f"n{displayed()}_")}</div>'
+
+
+def page(svg: str, title: str) -> str:
+    """A page that shows an SVG and asks the network for nothing."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width"></head>\n'
+        f'<body style="margin:1em;background:white">\n{svg}\n</body></html>\n'
+    )
