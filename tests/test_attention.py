@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -773,3 +775,35 @@ def test_seeds_decide_the_weights_and_dropout_has_a_generator_of_its_own():
     assert list(a.generators()) == ["rng"]
     rng = np.random.default_rng(0)
     assert nn.MultiHeadAttention(5, 2, rng=rng).rng is not rng
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The article as a program
+
+
+def test_the_example_shows_every_matrix_of_the_article_and_proves_what_it_says(capsys):
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "attention_by_hand.py"))
+    example["main"]()  # it asserts that each pair of ways gives the same numbers, and that no later row is seen
+    printed = capsys.readouterr().out
+    shapes = {"X": "3 × 5", "Concat": "3 × 22", "W_O": "22 × 5", "Y": "3 × 5", "X_4": "1 × 5", "Y_4": "1 × 5"}
+    for i in (1, 2):
+        shapes |= {f"W_{name}{i}": f"5 × {width}" for name, width in (("Q", 7), ("K", 7), ("V", 11))}
+        shapes |= {f"Q_{i}": "3 × 7", f"K_{i}": "3 × 7", f"V_{i}": "3 × 11", f"H_{i}": "3 × 11", f"q_{i}": "1 × 7"}
+        shapes |= {f"{name}_{i}": "3 × 3" for name in ("products", "scores", "masked", "S")}
+    titles = [line.split() for line in printed.splitlines() if line.startswith("    ") and "×" in line]
+    for name, shape in shapes.items():
+        assert any(words[0] == name and words[-3:] == shape.split() for words in titles), name
+    assert printed.count("the same numbers") == 3
+    mha, x = example["make"]()
+    with no_grad():
+        whole = mha(x, causal=True).data
+    for row in whole:
+        assert "".join(f"{example['number'](n):>7}" for n in row) in printed
+    assert "108 numbers for three words, 144 for four" in printed
+    assert all(len(line) <= 120 for line in printed.splitlines())
+
+
+def test_the_multiplications_that_the_example_counts_are_those_of_the_shapes(capsys):
+    count = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "attention_by_hand.py"))["multiply_adds"]
+    assert count(4, 4) == 4 * 5 * 2 * (7 + 7 + 11) + 4 * 4 * 2 * (7 + 11) + 4 * 22 * 5
+    assert count(1, 4) * 4 == count(4, 4)
