@@ -635,6 +635,15 @@ def test_a_tensor_with_a_gradient_does_not_become_an_array_unnoticed(convert):
     convert(x.detach())
 
 
+def test_the_array_of_a_constant_shares_its_memory_and_is_read_only():
+    c = tg.Tensor([1.0, 2.0])
+    assert np.shares_memory(np.asarray(c), c.data)
+    with refused(ValueError, "read-only"):
+        np.asarray(c)[0] = 3.0
+    np.array(c)[0] = 3.0
+    np.testing.assert_array_equal(c.data, [1.0, 2.0])
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # What a tensor is made of
 

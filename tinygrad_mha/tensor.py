@@ -206,7 +206,7 @@ class Tensor:
             raise TypeError(
                 "turning a tensor that needs a gradient into an array would cut the graph: use .numpy() or .detach()"
             )
-        return np.array(self._data, dtype=dtype, copy=copy)
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __float__(self) -> float:
         return float(self.item())
