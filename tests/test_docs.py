@@ -39,7 +39,7 @@ def test_every_example_in_a_docstring_is_true(name, own_primitives):
 
 
 # A room may import what stands before it, and nothing else of ours.
-ROOMS = ["primitive", "kernels", "ops", "engine", "tensor", "transforms"]
+ROOMS = ["beam", "primitive", "kernels", "ops", "engine", "tensor", "transforms"]
 ROOMS += ["storage", "hf", "nn", "optim", "data", "generation", "checkpoints", "training", "viz", "check", "cli"]
 
 

@@ -1,4 +1,4 @@
-"""Modules: layers, attention, GPT."""
+"""Modules: layers, attention, GPT, translators."""
 
 from tinygrad_mha.nn.attention import AttentionTrace, MultiHeadAttention, attention, causal
 from tinygrad_mha.nn.cache import KVCache
@@ -6,7 +6,11 @@ from tinygrad_mha.nn.gpt import GPT, Block, CausalSelfAttention, GPTConfig, GPTT
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module, Scope
 from tinygrad_mha.nn.positions import alibi, rotary, sinusoidal
+from tinygrad_mha.nn.recurrent import GRU, RNN
+from tinygrad_mha.nn.seq2seq import PerWord, Seq2Seq, Translator
+from tinygrad_mha.nn.transformer import Transformer, TransformerTrace
 
 __all__ = ["GPT", "AttentionTrace", "Block", "CausalSelfAttention", "Dropout", "Embedding", "FeedForward"]
 __all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module", "MultiHeadAttention", "RMSNorm"]
 __all__ += ["Scope", "alibi", "attention", "causal", "rotary", "sinusoidal"]
+__all__ += ["GRU", "RNN", "PerWord", "Seq2Seq", "Transformer", "TransformerTrace", "Translator"]

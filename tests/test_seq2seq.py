@@ -1,0 +1,415 @@
+"""Translators: equal to torch, equal to themselves by every way of computing, and clear about bad input."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha import nn
+
+PAD, START, END = 0, 1, 2
+SRC = np.array([[3, 4, 5, 9, 10], [7, 6, 10, 0, 0], [8, 0, 0, 0, 0]])
+TGT = np.array([[1, 3, 4, 4, 6, 5, 2], [1, 5, 6, 2, 0, 0, 0], [1, 4, 4, 5, 2, 0, 0]])
+
+
+def transformer(norm="pre", seed=3, **options):
+    return nn.Transformer(11, 7, d_model=6, n_head=2, n_layer=2, d_ff=13, max_len=11, norm=norm, seed=seed, **options)
+
+
+def seq2seq(cell):
+    return nn.Seq2Seq(11, 7, d_model=5, max_len=11, n_hidden=6, cell=cell, seed=3)
+
+
+def per_word(**options):
+    return nn.PerWord(11, 7, d_model=6, d_ff=13, max_len=11, seed=3, **options)
+
+
+MODELS = {
+    "pre": lambda: transformer("pre"),
+    "post": lambda: transformer("post"),
+    "rnn": lambda: seq2seq("rnn"),
+    "gru": lambda: seq2seq("gru"),
+}
+ALL = MODELS | {"per word": per_word}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture(params=ALL)
+def any_model(request):
+    return ALL[request.param]()
+
+
+def close(ours, theirs, tolerance=1e-10):
+    np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=tolerance, atol=tolerance)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Torch
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_recurrent_layers_equal_torch(kind, padded, rng):
+    torch = pytest.importorskip("torch")
+    ours = getattr(nn, kind)(5, 7, rng=0).astype(np.float64)
+    for _, p in ours.named_parameters():
+        p.assign_(rng.standard_normal(p.shape))
+    theirs = getattr(torch.nn, kind)(5, 7, batch_first=True, dtype=torch.float64)
+    names = {"w_x": "weight_ih_l0", "w_h": "weight_hh_l0", "b_x": "bias_ih_l0", "b_h": "bias_hh_l0"}
+    for name, other in names.items():
+        getattr(theirs, other).data = torch.tensor(getattr(ours, name).numpy().T.copy())
+
+    x, h = rng.standard_normal((3, 11, 5)), rng.standard_normal((3, 7))
+    lengths = np.array([11, 4, 1]) if padded else np.array([11, 11, 11])
+    alive = np.arange(11) < lengths[:, None]
+    x_1, h_1 = tg.Tensor(x, requires_grad=True), tg.Tensor(h, requires_grad=True)
+    states, last = ours(x_1, h_1, alive if padded else None)
+
+    x_2, h_2 = (torch.tensor(a, requires_grad=True) for a in (x, h[None]))
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x_2, torch.tensor(lengths), batch_first=True)
+    packed_states, last_2 = theirs(packed, h_2)
+    states_2, _ = torch.nn.utils.rnn.pad_packed_sequence(packed_states, batch_first=True)
+    close(np.where(alive[..., None], states.numpy(), 0), states_2)
+    close(last.numpy(), last_2[0])
+
+    g, g_last = rng.standard_normal(states.shape), rng.standard_normal(last.shape)
+    ((states * np.where(alive[..., None], g, 0)).sum() + (last * g_last).sum()).backward()
+    ((states_2 * torch.tensor(g)).sum() + (last_2[0] * torch.tensor(g_last)).sum()).backward()
+    close(x_1.grad, x_2.grad)
+    close(h_1.grad, h_2.grad[0])
+    for name, other in names.items():
+        close(getattr(ours, name).grad.T, getattr(theirs, other).grad)
+
+
+def torch_names(model):
+    """[(our names, torch's name)]: torch keeps W_Q, W_K and W_V under each other, and stores (out, in)."""
+    parts = [(f"encoder.{i}", f"encoder.layers.{i}", {"attn": "self_attn"}) for i in range(model.n_layer)]
+    both = {"attn": "self_attn", "cross": "multihead_attn"}
+    parts += [(f"decoder.{i}", f"decoder.layers.{i}", both) for i in range(model.n_layer)]
+    for ours, theirs, attentions in parts:
+        for a, b in attentions.items():
+            yield [f"{ours}.{a}.w{x}" for x in "qkv"], f"{theirs}.{b}.in_proj_weight"
+            yield [f"{ours}.{a}.b{x}" for x in "qkv"], f"{theirs}.{b}.in_proj_bias"
+            yield [f"{ours}.{a}.wo"], f"{theirs}.{b}.out_proj.weight"
+            yield [f"{ours}.{a}.bo"], f"{theirs}.{b}.out_proj.bias"
+        for kind in ("weight", "bias"):
+            yield [f"{ours}.mlp.c_fc.{kind}"], f"{theirs}.linear1.{kind}"
+            yield [f"{ours}.mlp.c_proj.{kind}"], f"{theirs}.linear2.{kind}"
+            for n in range(1, len(attentions) + 2):
+                yield [f"{ours}.ln_{n}.{kind}"], f"{theirs}.norm{n}.{kind}"
+    if model.norm == "pre":
+        for kind in ("weight", "bias"):
+            yield [f"ln_source.{kind}"], f"encoder.norm.{kind}"
+            yield [f"ln_target.{kind}"], f"decoder.norm.{kind}"
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_the_transformer_equals_torch(norm, rng):
+    torch = pytest.importorskip("torch")
+    ours = transformer(norm).astype(np.float64)
+    for _, p in ours.named_parameters():
+        p.assign_(p.numpy() + 0.3 * rng.standard_normal(p.shape))
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm == "pre", "dtype": torch.float64}
+    last = [torch.nn.LayerNorm(6, dtype=torch.float64) if norm == "pre" else None for _ in range(2)]
+    encoder = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(6, 2, 13, **options), 2, last[0], enable_nested_tensor=False
+    )
+    decoder = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(6, 2, 13, **options), 2, last[1])
+    theirs = torch.nn.Transformer(
+        6, 2, custom_encoder=encoder, custom_decoder=decoder, batch_first=True, dtype=torch.float64
+    )
+    parameters = dict(ours.named_parameters())
+    theirs_by_name = dict(theirs.named_parameters())
+    pairs = list(torch_names(ours))
+    assert {b for _, b in pairs} == set(theirs_by_name)
+    for names, other in pairs:
+        theirs_by_name[other].data = torch.tensor(np.concatenate([parameters[name].numpy().T for name in names]))
+
+    tables = [
+        torch.tensor(e.weight.numpy(), requires_grad=True) for e in (ours.source_embedding, ours.target_embedding)
+    ]
+    head = torch.tensor(ours.head.numpy(), requires_grad=True)
+    i = np.arange(6)
+    angles = np.arange(11)[:, None] / 10000.0 ** ((i - i % 2) / 6)
+    places = torch.tensor(np.where(i % 2, np.cos(angles), np.sin(angles)))
+
+    def embedded(table, ids):
+        return table[torch.tensor(ids)] * 6**0.5 + places[: ids.shape[1]]
+
+    padding = torch.tensor(SRC == PAD)
+    n = TGT.shape[1] - 1
+    logits = (
+        theirs(
+            embedded(tables[0], SRC),
+            embedded(tables[1], TGT[:, :-1]),
+            tgt_mask=torch.tensor(~nn.causal(n)),
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+            tgt_key_padding_mask=torch.tensor(TGT[:, :-1] == PAD),
+        )
+        @ head.T
+    )
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 7), torch.tensor(TGT[:, 1:].ravel()), ignore_index=PAD)
+    loss.backward()
+
+    real = TGT[:, :-1] != PAD
+    close(ours(SRC, TGT[:, :-1]).numpy()[real], logits[torch.tensor(real)])
+    ours_loss = ours.loss(SRC, TGT)
+    close(ours_loss.numpy(), loss)
+    ours_loss.backward()
+    for names, other in pairs:
+        close(np.concatenate([parameters[name].grad.T for name in names]), theirs_by_name[other].grad)
+    close(ours.source_embedding.weight.grad, tables[0].grad)
+    close(ours.target_embedding.weight.grad, tables[1].grad)
+    close(ours.head.grad, head.grad)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Themselves
+
+
+SMALL = {
+    "pre": lambda: nn.Transformer(5, 4, d_model=4, n_head=2, n_layer=1, d_ff=3, max_len=7, norm="pre"),
+    "post": lambda: nn.Transformer(5, 4, d_model=4, n_head=2, n_layer=1, d_ff=3, max_len=7, norm="post"),
+    "rnn": lambda: nn.Seq2Seq(5, 4, d_model=2, max_len=7, n_hidden=3, cell="rnn"),
+    "gru": lambda: nn.Seq2Seq(5, 4, d_model=2, max_len=7, n_hidden=3, cell="gru"),
+    "per word": lambda: nn.PerWord(5, 4, d_model=2, d_ff=3, max_len=7),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_equal_finite_differences(name, rng):
+    """Models of the smallest widths that leave a layer norm something to do, away from where their weights begin."""
+    model = SMALL[name]().astype(np.float64)
+    for _, p in model.named_parameters():
+        p.assign_(p.numpy() + 0.3 * rng.standard_normal(p.shape))
+    src, tgt = np.array([[3, 4, 3], [4, 0, 0]]), np.array([[1, 3, 3], [1, 2, 0]])
+    no_softmax_sees = [path for path, _ in model.named_parameters() if path.endswith(".bk")]
+    weights = rng.standard_normal(model(src, tgt).shape)
+
+    class Logits(nn.Module):
+        def __init__(self):
+            self.model = model
+
+        def forward(self):
+            return self.model(src, tgt) * weights
+
+    assert tg.gradcheck(Logits(), zero=[f"model.{path}" for path in no_softmax_sees]).ok
+
+
+def test_what_padding_holds_reaches_no_logit(any_model):
+    longer = np.pad(SRC, [(0, 0), (0, 3)])
+    a, b = any_model(SRC, TGT[:, :-1]), any_model(longer, TGT[:, :-1])
+    np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sentence_has_the_same_logits_alone_and_in_a_batch(any_model):
+    batch = any_model(SRC, TGT[:, :-1]).numpy()
+    for i, (src, tgt) in enumerate(zip(SRC, TGT, strict=True)):
+        alone = any_model(src[src != PAD], tgt[:-1]).numpy()
+        np.testing.assert_allclose(alone, batch[i], rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_its_words(any_model):
+    lengths = (TGT != PAD).sum(axis=1) - 1
+    alone = [any_model.loss(s, t[t != PAD]).item() for s, t in zip(SRC, TGT, strict=True)]
+    assert any_model.loss(SRC, TGT).item() == pytest.approx(np.average(alone, weights=lengths), rel=1e-5)
+
+
+def test_later_target_words_change_no_earlier_logit(model):
+    changed = TGT[:, :-1].copy()
+    changed[:, 4] = 3
+    a, b = model(SRC, TGT[:, :-1]).numpy(), model(SRC, changed).numpy()
+    np.testing.assert_array_equal(a[:, :4], b[:, :4])
+    assert np.abs(a[:, 4:] - b[:, 4:]).max() > 1e-3
+
+
+@tg.no_grad
+def test_cached_decoding_equals_the_whole_forward(model):
+    tgt = TGT[:, :-1]
+    whole = model(SRC, tgt).numpy()
+    state = model.begin(SRC)
+    for t in range(tgt.shape[1]):
+        np.testing.assert_allclose(model.advance(state, tgt[:, t]).numpy(), whole[:, t], rtol=1e-5, atol=1e-6)
+
+
+@tg.no_grad
+def test_selected_rows_go_on_as_the_rows_that_they_were(model):
+    rows = np.array([2, 0, 2, 1])
+    state = model.begin(SRC)
+    model.advance(state, TGT[:, 0])
+    selected = model.advance(state.select(rows), TGT[rows, 1])
+    np.testing.assert_allclose(selected.numpy(), model(SRC, TGT[:, :2]).numpy()[rows, 1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_generation_with_and_without_a_cache_gives_the_same_words(model, beam):
+    model = model.astype(np.float64)
+    cached, uncached = (model.generate(SRC, beam=beam, use_cache=use, max_new_tokens=9) for use in (True, False))
+    assert [row.tolist() for row in cached] == [row.tolist() for row in uncached]
+    alone = [model.generate(row[row != PAD], beam=beam, max_new_tokens=9).tolist() for row in SRC]
+    assert alone == [row.tolist() for row in cached]
+
+
+def test_a_beam_of_one_is_greedy(model):
+    model = model.astype(np.float64)
+    greedy = model.generate(SRC, max_new_tokens=8)
+    for row, words in zip(SRC, greedy, strict=True):
+        best = model.search(row, beam=1, max_new_tokens=8).best.tokens
+        assert best[best != END].tolist() == words.tolist()
+
+
+def test_a_wide_beam_finds_the_best_of_all_translations(model):
+    model = model.astype(np.float64)
+    src = SRC[0]
+    found = model.search(src, beam=7**3, max_new_tokens=3)
+    assert len(found.hypotheses) == 1 + 6 + 6 * 6 * 7
+    for hypothesis in found.hypotheses[:: len(found.hypotheses) // 11]:
+        read = np.concatenate([[START], hypothesis.tokens])
+        logits = tg.ops.log_softmax(model(src, read[:-1]).numpy())
+        total = np.take_along_axis(logits, read[1:, None], -1).sum()
+        assert hypothesis.log_probability == pytest.approx(total, abs=1e-9)
+    assert np.exp([hypothesis.log_probability for hypothesis in found.hypotheses]).sum() == pytest.approx(1)
+
+
+def test_cross_attention_keys_are_computed_once_for_a_whole_translation(monkeypatch):
+    model, calls = transformer(), []
+    remember = nn.transformer.CrossAttention.remember
+    monkeypatch.setattr(
+        nn.transformer.CrossAttention, "remember", lambda self, x: calls.append(x.shape) or remember(self, x)
+    )
+    model.generate(SRC, max_new_tokens=5)
+    assert calls == [(3, 5, 6)] * model.n_layer
+
+
+def test_the_trace_holds_the_weights_that_made_the_logits():
+    model = transformer()
+    logits, trace = model(SRC, TGT[:, :-1], trace=True)
+    np.testing.assert_allclose(logits.numpy(), model(SRC, TGT[:, :-1]).numpy(), rtol=1e-5, atol=1e-6)
+    assert [len(steps) for steps in trace] == [2, 2, 2]
+    weights = trace.cross[1].weights.numpy()
+    assert weights.shape == (3, 2, 6, 5)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+    assert not weights[np.broadcast_to((SRC == PAD)[:, None, None], weights.shape)].any()
+
+
+def test_shared_vectors_are_one_parameter_with_the_gradients_of_all_uses():
+    model = nn.Transformer(7, 7, 6, 2, 1, 13, max_len=11, shared=True, seed=0)
+    assert model.head is model.source_embedding.weight is model.target_embedding.weight
+    apart = nn.Transformer(7, 7, 6, 2, 1, 13, max_len=11, seed=0)
+    state = model.state_dict()
+    table = state["source_embedding.weight"]
+    apart.load_state_dict(state | {"target_embedding.weight": table, "head": table})
+    for m in (model, apart):
+        m.loss(SRC % 7 + (SRC == 7), TGT).backward()
+    three = (apart.source_embedding.weight, apart.target_embedding.weight, apart.head)
+    np.testing.assert_allclose(model.head.grad, sum(p.grad for p in three), rtol=1e-4, atol=1e-6)
+
+
+def test_without_positions_a_transformer_of_words_cannot_tell_orders_apart():
+    mixer = nn.MultiHeadAttention(6, 2, rng=0)
+    order = [2, 0, 3, 1, 4]
+    for positions, blind in [(False, True), (True, False)]:
+        model = per_word(mixer=mixer, positions=positions)
+        a, b = model(SRC[0]).numpy()[:5], model(SRC[0][order]).numpy()[:5]
+        assert np.allclose(a[order], b, atol=1e-5) == blind
+
+
+def test_without_a_mixer_no_word_hears_of_another():
+    changed = SRC.copy()
+    changed[0, 1] = 8
+    a, b = per_word()(SRC).numpy(), per_word()(changed).numpy()
+    differs = np.abs(a - b).max(axis=-1) > 0
+    assert np.argwhere(differs).tolist() == [[0, 1]]
+
+
+def test_dropout_acts_in_training_only_and_is_on_again_after_generating():
+    model = transformer(dropout=0.5)
+    a, b = (model(SRC, TGT[:, :-1]).numpy() for _ in range(2))
+    assert np.abs(a - b).max() > 1e-3
+    first, second = ([row.tolist() for row in model.generate(SRC, max_new_tokens=6)] for _ in range(2))
+    assert first == second
+    assert model.training
+    assert model.encoder[0].drop.training
+    model.eval()
+    np.testing.assert_array_equal(model(SRC, TGT[:, :-1]).numpy(), model(SRC, TGT[:, :-1]).numpy())
+
+
+def test_a_saved_model_translates_the_same(any_model, tmp_path):
+    any_model.save(tmp_path / "model.safetensors")
+    twin = copy.deepcopy(any_model)
+    for p in twin.parameters():
+        p.assign_(np.zeros_like(p.numpy()))
+    twin.load(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(twin(SRC, TGT[:, :-1]).numpy(), any_model(SRC, TGT[:, :-1]).numpy())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("src", "error", "message"),
+    [
+        ([[3, 4], [0, 0]], ValueError, "src: sentence 1 is empty"),
+        ([], ValueError, "1 words or more"),
+        ([[]], ValueError, "1 words or more"),
+        ([3] * 12, ValueError, "12 words, but this model has max_len = 11"),
+        ([3, 11], IndexError, r"src\[1\] is 11, expected 0 to 10"),
+        ([0.5], TypeError, "must be integers"),
+    ],
+)
+def test_bad_sources_are_named(any_model, src, error, message):
+    with pytest.raises(error, match=message):
+        any_model.generate(src)
+    with pytest.raises(error, match=message):
+        any_model.loss(src, TGT[0])
+
+
+@pytest.mark.parametrize(
+    ("tgt", "error", "message"),
+    [
+        ([1], ValueError, "2 words or more"),
+        ([1, *[3] * 11, 2], ValueError, "13 words"),
+        ([1, 7], IndexError, r"tgt\[1\] is 7, expected 0 to 6"),
+    ],
+)
+def test_bad_targets_are_named(any_model, tgt, error, message):
+    with pytest.raises(error, match=message):
+        any_model.loss(SRC[0], tgt)
+
+
+def test_sides_of_two_batches_are_refused(model):
+    with pytest.raises(ValueError, match=r"got \(3, 5\) and \(2, 6\)"):
+        model(SRC, TGT[:2, :-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Transformer(11, 7, 5, 2, 1, 8, 9), "multiple of n_head"),
+        (lambda: nn.Transformer(11, 7, 6, 2, 1, 8, 9, shared=True), "11 and 7 words"),
+        (lambda: nn.Transformer(11, 7, 6, 2, 1, 8, 9, norm="middle"), "'pre', 'post'"),
+        (lambda: nn.Transformer(11, 7, 6, 2, 0, 8, 9), "n_layer"),
+        (lambda: nn.Transformer(11, 2, 6, 2, 1, 8, 9), "three different ids"),
+        (lambda: nn.Transformer(11, 7, 6, 2, 1, 8, 9, pad=1), "three different ids"),
+        (lambda: nn.Seq2Seq(11, 7, 6, 9, cell="lstm"), "'rnn', 'gru'"),
+        (lambda: per_word().generate(SRC, beam=2), "leave beam at 1"),
+        (lambda: transformer().search(SRC), r"one source \(S,\)"),
+        (lambda: transformer().generate(SRC, max_new_tokens=0), "max_new_tokens"),
+        (lambda: nn.RNN(5, 7)(np.zeros((3, 5))), r"\(B, T, n_in\)"),
+        (lambda: nn.RNN(5, 7)(np.zeros((3, 2, 6))), "last axis of length 5"),
+        (lambda: nn.GRU(5, 7)(np.zeros((3, 2, 5)), np.zeros((3, 5))), r"\(3, 7\)"),
+        (lambda: nn.GRU(5, 7)(np.zeros((3, 2, 5)), alive=np.ones((3, 2))), "alive must be boolean"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
