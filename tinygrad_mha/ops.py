@@ -212,29 +212,39 @@ def gelu(x, *, tanh=False):
     Exactly through erf, or with `tanh=True` by the formula that GPT-2 was trained with:
     0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
     """
-    if tanh:
-        return 0.5 * x * (1.0 + np.tanh(gelu_tanh_argument(x)[0]))
-    return 0.5 * x * (1.0 + reference.erf(floating(x * math.sqrt(0.5))))
+    x = floating(x)
+    passed = gelu_passed(x, tanh)
+    return x * passed, passed
 
 
-def gelu_vjp(g, y, x, *, tanh):
-    if tanh:
-        u, slope = gelu_tanh_argument(x)
-        t = TANH(u)
-        return g * (0.5 * (1.0 + t) + 0.5 * x * ((1.0 - t * t) * slope))
-    density = exp(-0.5 * clip(x, min=-40.0, max=40.0) ** 2) * (1.0 / math.sqrt(2.0 * math.pi))
-    return g * (0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * density)
+def gelu_passed(x, tanh):
+    """Phi(x): which part of x passes."""
+    return 0.5 * (1.0 + (TANH(gelu_tanh_argument(x)) if tanh else erf(x * math.sqrt(0.5))))
 
 
 def gelu_tanh_argument(x):
-    """What the tanh is taken of, and its slope. Beyond 10 the tanh is 1 to the last bit, so x^3 need not overflow."""
-    x = clip(x, min=-10.0, max=10.0)
-    c = math.sqrt(2.0 / math.pi)
-    return c * (x + 0.044715 * x**3), c * (1.0 + 3 * 0.044715 * x**2)
+    x = clip(x, min=-10.0, max=10.0)  # beyond, the tanh is 1 to the last bit, and x^3 need not overflow
+    return math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
+
+
+def gelu_vjp(g, y, passed, x, *, tanh):
+    if tanh:
+        # passed = (1 + tanh u) / 2, so 1 - tanh^2 u = 4 passed (1 - passed).
+        inside = np.clip(x, -10.0, 10.0)
+        slope = passed * (1.0 - passed) * (math.sqrt(8.0 / math.pi) * (1.0 + 3 * 0.044715 * (inside * inside)))
+    else:
+        with np.errstate(over="ignore"):
+            slope = np.exp(-0.5 * (x * x)) * (1.0 / math.sqrt(2.0 * math.pi))
+    return g * (passed + x * slope)
 
 
 TANH = tanh  # gelu has a keyword of the same name
 gelu.vjps(gelu_vjp)
+
+
+@gelu.composed_of
+def gelu_from_primitives(x, *, tanh):
+    return x * gelu_passed(x, tanh)
 
 
 @primitive
