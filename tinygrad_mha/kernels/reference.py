@@ -77,6 +77,7 @@ def erf_single(x: np.ndarray) -> np.ndarray:
     square = size * size
     size *= polynomial(SINGLE_P, square)
     size /= polynomial(SINGLE_Q, square)
+    np.clip(size, -1.0, 1.0, out=size)
     far = np.abs(x) >= 3.92
     return np.where(far, np.copysign(np.float32(1), x), size) if far.any() else size
 
