@@ -752,6 +752,13 @@ def test_alibi_takes_slope_times_distance_from_the_scaled_scores(rng):
     assert mha.astype(np.float32)(x.astype(np.float32), bias=extra).dtype == np.float32
 
 
+def test_an_empty_batch_passes():
+    mha = nn.MultiHeadAttention(5, 2)
+    x = np.zeros((0, 3, 5), np.float32)
+    masks = {"key_allow": np.ones((0, 3), bool), "allow": np.ones((0, 3, 3), bool), "causal": True}
+    assert mha(x, **masks).shape == mha.per_head(x, **masks).shape == (0, 3, 5)
+
+
 def test_positions_of_cross_attention_are_refused():
     mha = nn.MultiHeadAttention(5, 2, position="alibi")
     with pytest.raises(ValueError, match="cross-attention"):

@@ -262,6 +262,13 @@ def test_the_attention_of_a_gpt_can_be_computed_head_by_head(n_kv_head, rng):
     np.testing.assert_array_equal(names["W_V1"].data, attn.c_attn.weight.data[:, start : start + 4])
 
 
+def test_the_attention_of_a_gpt_takes_no_memory():
+    attn = gpt().h[0].attn
+    for call in (attn, attn.per_head):
+        with pytest.raises(ValueError, match="takes no memory"):
+            call(np.ones((T, 12)), memory=np.ones((3, 12)))
+
+
 def test_every_parameter_receives_a_gradient():
     for settings in ({}, {"norm": "post", "position": "rotary"}, {"tie_weights": False, "n_kv_head": 1}):
         model = gpt(**settings)

@@ -69,9 +69,8 @@ def save_arrays(
     for name, array in arrays.items():
         if array.dtype.newbyteorder("<") not in DTYPES.values():
             raise TypeError(f"{name!r} has dtype {array.dtype}; a safetensors file holds floats, integers and booleans")
-        # A broadcast view has one row in memory and many in its shape: write what it means. (ascontiguousarray would
-        # do, but turns 0-d into 1-d.)
-        plain[name] = np.array(array, order="C")
+        # A broadcast view has one row in memory and many in its shape: write what it means.
+        plain[name] = array if array.flags.c_contiguous else np.array(array, order="C")
     with replacing(path) as temporary:
         safetensors.numpy.save_file(plain, temporary, metadata)
 

@@ -164,8 +164,8 @@ def masks(
         seen = fitted(allow, "allow", batch, heads, n_q, n_k)
     if key_allow is not None:
         key_allow = boolean(key_allow, "key_allow")
-        if key_allow.shape != (batch or 1, n_k):
-            raise ValueError(f"key_allow has shape {key_allow.shape}, expected (B, T_k) = {(batch or 1, n_k)}. {FORMS}")
+        if key_allow.shape != (one(batch), n_k):
+            raise ValueError(f"key_allow has shape {key_allow.shape}, expected (B, T_k) = {one(batch), n_k}. {FORMS}")
         keys = fitted(key_allow[:, None, :], "key_allow", batch, heads, 1, n_k)
         seen = keys if seen is None else seen & keys
     if bias is not None:
@@ -187,17 +187,22 @@ def boolean(mask: Any, name: str) -> np.ndarray:
     raise TypeError(f"{name} {reason}; got {array.dtype}: pass a comparison, {name}=(m > 0). {FORMS}")
 
 
+def one(n: int | None) -> int:
+    """The length of an axis; one that is not there has length 1."""
+    return 1 if n is None else n
+
+
 def fitted(mask: Any, name: str, batch: int | None, heads: int | None, n_q: int, n_k: int) -> Any:
     """A mask of 2, 3 or 4 axes with the axes that the scores have: those it lacks added, those they lack dropped."""
     shape = mask.shape
-    b, h = {2: (1, 1), 3: (shape[0], 1), 4: shape[:2]}.get(len(shape), (0, 0)) if len(shape) > 1 else (0, 0)
-    if shape[-2:] != (n_q, n_k) or b not in (1, batch or 1) or h not in (1, heads or 1):
+    front = {2: (1, 1), 3: (*shape[:1], 1), 4: shape[:2]}.get(len(shape), (-1, -1))
+    if shape[-2:] != (n_q, n_k) or front[0] not in (1, one(batch)) or front[1] not in (1, one(heads)):
         axes = {"B": batch, "H": heads, "T_q": n_q, "T_k": n_k}
         lengths = ", ".join(f"{axis} = {n}" for axis, n in axes.items() if n is not None)
         raise ValueError(f"{name} has shape {shape}, which does not fit {lengths}. {FORMS}")
     if len(shape) == 2:
         return mask
-    front = tuple(n for n, axis in ((b, batch), (h, heads)) if axis is not None)
+    front = tuple(n for n, axis in zip(front, (batch, heads), strict=True) if axis is not None)
     return mask if shape == (*front, n_q, n_k) else ops.reshape(mask, shape=(*front, n_q, n_k))
 
 
@@ -245,7 +250,7 @@ class MultiHeadAttention(Module):
         bias: whether X W has a bias added (bq, bk, bv, bo).
         dropout: how much of the weights is dropped in training.
         position: None, "rotary" (Q and K are rotated, d_k must be even) or "alibi" (scores fall with distance).
-        rng: a numpy Generator or a seed for the initial weights, from which that of dropout is spawned.
+        rng: a numpy Generator or a seed (None: any) of the initial weights; that of dropout is spawned from it.
 
     Raises:
         ValueError: a width that is no natural number, or `n_head` that is no multiple of `n_kv_head`.
@@ -444,6 +449,8 @@ class MultiHeadAttention(Module):
         if x.ndim not in (2, 3):
             raise ValueError(f"x must be (T_q, d_model) or (B, T_q, d_model), got shape {x.shape}")
         check_width(x, self.d_model, "MultiHeadAttention, x with d_model columns,")
+        if self.always_causal and memory is not None:
+            raise ValueError("this is causal self-attention, it takes no memory: use MultiHeadAttention")
         if memory is None:
             memory = x
             if self.d_memory != self.d_model:

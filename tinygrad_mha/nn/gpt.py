@@ -338,7 +338,8 @@ class GPT(Module):
         Raises:
             ValueError: a configuration that is neither a GPT-1 nor a GPT-2 (rotary positions, say): use `save`.
         """
-        hf.write_folder(folder, self.config.to_dict(), self.state_dict())
+        arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
+        hf.write_folder(folder, self.config.to_dict(), arrays)
 
 
 def residual_std(config: GPTConfig) -> float:

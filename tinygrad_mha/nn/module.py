@@ -145,7 +145,7 @@ class Module:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as one safetensors file: whole, or not at all."""
-        save_arrays(path, self.state_dict())
+        save_arrays(path, {name: tensor.numpy() for name, tensor in self._tensors().items()})
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read what `save` wrote.
