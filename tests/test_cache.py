@@ -335,6 +335,13 @@ def test_select_takes_rows_of_the_batch_with_memory_of_their_own():
     np.testing.assert_allclose(model(PROMPT[:, 5:], cache=cache).data, model(PROMPT).data[:, 5:], atol=1e-12)
 
 
+def test_a_cache_without_a_batch_axis_has_nothing_to_select_from():
+    cache = nn.KVCache(LAYERS)
+    gpt()(PROMPT[0], cache=cache)
+    with pytest.raises(ValueError, match="there is no batch to select from"):
+        cache.select([0])
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # What does not fit
 

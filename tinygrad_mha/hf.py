@@ -38,13 +38,18 @@ ACTIVATIONS = {
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "openai-gpt": "OpenAIGPTLMHeadModel"}
 
 # What transformers takes where config.json says nothing.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 50257, "n_positions": 1024, "activation_function": "gelu_new", "n_inner": None},
-    "openai-gpt": {"vocab_size": 40478, "n_positions": 512, "afn": "gelu"},
+COMMON: dict[str, Any] = {
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
 }
-for defaults in DEFAULTS.values():
-    defaults |= {"n_embd": 768, "n_layer": 12, "n_head": 12, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    defaults |= {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+COMMON |= {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "n_inner": None}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {**COMMON, "vocab_size": 50257, "n_positions": 1024, "activation_function": "gelu_new"},
+    "openai-gpt": {**COMMON, "vocab_size": 40478, "n_positions": 512, "afn": "gelu"},
+}
 
 # Settings of GPT-2 that change what is computed, and the only value of each that is supported.
 FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
@@ -95,7 +100,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         "n_layer": values["n_layer"],
         "n_head": values["n_head"],
         "n_embd": values["n_embd"],
-        "n_inner": values.get("n_inner"),
+        "n_inner": values["n_inner"],
         "dropout": rates["resid_pdrop"],
         "norm": "pre" if kind == "gpt2" else "post",
         "activation": ACTIVATIONS[kind][activation],

@@ -107,10 +107,18 @@ class KVCache:
         self._counts = [n] * self.n_layer
 
     def select(self, batch: Any) -> KVCache:
-        """A cache (with rows of its own) for the rows `batch` of the batch: indices, of which some may repeat."""
+        """A cache (with rows of its own) for the rows `batch` of the batch: indices, of which some may repeat.
+
+        Raises:
+            ValueError: the sequence that it holds has no batch axis.
+        """
         twin = KVCache(self.n_layer)
         for layer, rows in enumerate(self._rows):
             if rows is not None:
+                if rows.k.ndim < 4:
+                    raise ValueError(
+                        f"this cache holds one sequence, k {rows.k.shape}: there is no batch to select from"
+                    )
                 k, v = (x[np.asarray(batch)] for x in rows.first(self.length))
                 twin._write(layer, k, v)
         return twin
