@@ -263,21 +263,29 @@ class PerWord(Translator):
     def forward(self, src: Any, tgt: Any = None) -> Tensor:
         """Ids (S,) or (B, S) -> logits (max_len, V_t) or (B, max_len, V_t) for each place. `tgt` is not looked at."""
         src = self.sources(src)
-        missing = self.max_len - src.shape[-1]
-        ids = np.pad(np.atleast_2d(src), [(0, 0), (0, missing)], constant_values=self.pad)
+        logits = self.answered(np.atleast_2d(src), self.max_len)
+        return logits if src.ndim == 2 else logits[0]
+
+    def answered(self, src: np.ndarray, n: int) -> Tensor:
+        """Logits (B, n, V_t) of the first n places, n >= S: those behind change nothing in them."""
+        ids = np.pad(src, [(0, 0), (0, n - src.shape[1])], constant_values=self.pad)
         x = self.embedding(ids)
         if self.positions:
-            x = x + sinusoidal(np.arange(self.max_len), self.d_model).astype(x.dtype)
+            x = x + sinusoidal(np.arange(n), self.d_model).astype(x.dtype)
         if self.mixer is not None:
             x = x + self.mixer(x, key_allow=ids != self.pad)
-        logits = self.head(x + self.mlp(x))
-        return logits if src.ndim == 2 else logits[0]
+        return self.head(x + self.mlp(x))
 
     def loss(self, src: Any, tgt: Any, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross entropy of each target word, and of `end`, at its place; see `Translator.loss`."""
-        tgt = self.checked(tgt, "tgt", self.target_vocab, longest=self.max_len + 1, least=2)[..., 1:]
-        logits = self(src)[..., : tgt.shape[-1], :]
-        return ops.cross_entropy(logits, tgt, ignore_index=self.pad, label_smoothing=label_smoothing)
+        src = np.atleast_2d(self.sources(src))
+        tgt = self.checked(tgt, "tgt", self.target_vocab, longest=self.max_len + 1, least=2)
+        wanted = np.atleast_2d(tgt)[:, 1:]
+        if len(wanted) != len(src):
+            raise ValueError(f"src and tgt must have as many sentences, got {len(src)} and {len(wanted)}")
+        n = wanted.shape[1]
+        logits = self.answered(src, max(n, src.shape[1]))[:, :n]
+        return ops.cross_entropy(logits, wanted, ignore_index=self.pad, label_smoothing=label_smoothing)
 
     @engine.no_grad
     def generate(

@@ -1,0 +1,18 @@
+"""a) A feed-forward network for each word: what stands at a place depends on the word there, and on nothing else.
+
+python examples/translation/a_per_word.py
+"""
+
+import common
+
+from tinygrad_mha import nn
+
+RUNG, TITLE = "a", "per word"
+
+
+def build(corpus, seed=0):
+    return nn.PerWord(len(corpus.source), len(corpus.target), d_model=64, d_ff=256, max_len=corpus.max_len, seed=seed)
+
+
+if __name__ == "__main__":
+    common.run(RUNG, TITLE, build, __doc__)

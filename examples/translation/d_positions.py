@@ -1,0 +1,17 @@
+"""d) The same attention with positions: sines and cosines of the place are added to each word's vector.
+
+python examples/translation/d_positions.py
+"""
+
+import c_attention
+import common
+
+RUNG, TITLE = "d", "with positions"
+
+
+def build(corpus, seed=0):
+    return c_attention.build(corpus, seed, positions=True)
+
+
+if __name__ == "__main__":
+    common.run(RUNG, TITLE, build, __doc__)

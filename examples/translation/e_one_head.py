@@ -1,0 +1,19 @@
+"""e) One head: the matrices W_Q, W_K and W_V let a word ask for something else than what resembles it.
+
+python examples/translation/e_one_head.py
+"""
+
+import c_attention
+import common
+
+from tinygrad_mha import nn
+
+RUNG, TITLE = "e", "one head"
+
+
+def build(corpus, seed=0, n_head=1):
+    return c_attention.build(corpus, seed, nn.MultiHeadAttention(64, n_head, rng=seed), positions=True)
+
+
+if __name__ == "__main__":
+    common.run(RUNG, TITLE, build, __doc__)

@@ -1,0 +1,17 @@
+"""f) Two heads of half the width: each word asks two questions at once, and W_O puts the answers together.
+
+python examples/translation/f_two_heads.py
+"""
+
+import common
+import e_one_head
+
+RUNG, TITLE = "f", "two heads"
+
+
+def build(corpus, seed=0):
+    return e_one_head.build(corpus, seed, n_head=2)
+
+
+if __name__ == "__main__":
+    common.run(RUNG, TITLE, build, __doc__)

@@ -1,0 +1,178 @@
+"""The generator of the translation examples is exact: every number says itself in both languages."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "translation"))
+
+from number_words import LARGEST, ONES, TENS, chinese, english, split_numbers
+
+# Written by hand.
+KNOWN = {
+    0: ("zero", "零"),
+    2: ("two", "二"),
+    10: ("ten", "十"),
+    12: ("twelve", "十二"),
+    20: ("twenty", "二十"),
+    21: ("twenty one", "二十一"),
+    100: ("one hundred", "一百"),
+    101: ("one hundred and one", "一百零一"),
+    110: ("one hundred and ten", "一百一十"),
+    112: ("one hundred and twelve", "一百一十二"),
+    205: ("two hundred and five", "二百零五"),
+    999: ("nine hundred and ninety nine", "九百九十九"),
+    1000: ("one thousand", "一千"),
+    1001: ("one thousand and one", "一千零一"),
+    1010: ("one thousand and ten", "一千零一十"),
+    1100: ("one thousand one hundred", "一千一百"),
+    1234: ("one thousand two hundred and thirty four", "一千二百三十四"),
+    10_000: ("ten thousand", "一万"),
+    10_004: ("ten thousand and four", "一万零四"),
+    12_304: ("twelve thousand three hundred and four", "一万二千三百零四"),
+    20_050: ("twenty thousand and fifty", "二万零五十"),
+    100_000: ("one hundred thousand", "十万"),
+    100_001: ("one hundred thousand and one", "十万零一"),
+    110_000: ("one hundred and ten thousand", "十一万"),
+    1_000_000: ("one million", "一百万"),
+    1_000_100: ("one million one hundred", "一百万零一百"),
+    1_200_034: ("one million two hundred thousand and thirty four", "一百二十万零三十四"),
+    10_010_001: ("ten million ten thousand and one", "一千零一万零一"),
+    10_100_000: ("ten million one hundred thousand", "一千零一十万"),
+    20_002_000: ("twenty million two thousand", "二千万二千"),
+    99_999_999: (
+        "ninety nine million nine hundred and ninety nine thousand nine hundred and ninety nine",
+        "九千九百九十九万九千九百九十九",
+    ),
+}
+
+
+@pytest.mark.parametrize("n", KNOWN)
+def test_numbers_are_written_as_people_write_them(n):
+    assert " ".join(english(n)) == KNOWN[n][0]
+    assert "".join(chinese(n)) == KNOWN[n][1]
+
+
+def read_english(words):
+    """What the words say, read from left to right: a reader that knows nothing of the writer."""
+    total = group = 0
+    for word in words:
+        if word == "hundred":
+            group *= 100
+        elif word in ("thousand", "million"):
+            total += group * (1000 if word == "thousand" else 1_000_000)
+            group = 0
+        elif word != "and":
+            group += ONES.index(word) if word in ONES else 10 * TENS.index(word)
+    return total + group
+
+
+def read_chinese(characters):
+    total = group = 0
+    digit = None
+    for c in characters:
+        if c in "十百千":
+            group += (1 if digit is None else digit) * {"十": 10, "百": 100, "千": 1000}[c]
+            digit = None
+        elif c == "万":
+            total, group, digit = (group + (digit or 0)) * 10_000, 0, None
+        elif c != "零":
+            digit = "零一二三四五六七八九".index(c)
+    return total + group + (digit or 0)
+
+
+def test_all_numbers_to_twenty_thousand_can_be_read_back():
+    for n in range(20_001):
+        assert read_english(english(n)) == n
+        assert read_chinese(chinese(n)) == n
+
+
+@given(st.integers(0, LARGEST))
+def test_any_number_can_be_read_back(n):
+    assert read_english(english(n)) == n
+    assert read_chinese(chinese(n)) == n
+
+
+@given(st.integers(1, LARGEST))
+def test_zeros_and_tens_stand_where_they_may(n):
+    text = "".join(chinese(n))
+    assert "零零" not in text
+    assert text[0] != "零"
+    assert text[-1] != "零"
+    assert not text.startswith("一十")
+    assert all(before in "一二三四五六七八九" for before, unit in itertools.pairwise(text) if unit == "十")
+
+
+@given(st.integers(0, LARGEST))
+def test_and_stands_before_what_is_below_a_hundred_only(n):
+    words = english(n)
+    for i, word in enumerate(words):
+        if word == "and":
+            assert 0 < i < len(words) - 1
+            assert words[i - 1] in ("hundred", "thousand", "million")
+            assert words[i + 1] in ONES[1:] + TENS[2:]
+            assert "hundred" not in words[i + 1 : i + 3]
+
+
+@pytest.mark.parametrize("n", [-1, LARGEST + 1, 1.0, True, "3", None])
+def test_what_is_no_such_number_is_refused(n):
+    for say in (english, chinese):
+        with pytest.raises(ValueError, match="whole number from 0 to 99999999"):
+            say(n)
+
+
+def test_numpy_integers_are_numbers():
+    assert chinese(np.int64(12)) == ["十", "二"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training and test
+
+
+def test_no_number_is_in_two_parts():
+    train, validation, test = split_numbers(9000, 700, 800)
+    assert [len(part) for part in (train, validation, test)] == [9000, 700, 800]
+    assert len({*train, *validation, *test}) == 9000 + 700 + 800
+
+
+def test_all_small_numbers_are_learned_and_none_is_asked_for():
+    train, validation, test = split_numbers(3000, 300, 300)
+    assert set(range(1000)) <= set(train)
+    assert min(validation + test) >= 1000
+
+
+def test_lengths_are_drawn_evenly():
+    _, _, test = split_numbers(1500, 100, 2000)
+    counts = np.bincount([len(str(n)) for n in test])[4:]
+    assert len(counts) == 5
+    assert counts.min() > 330  # 400 expected, 18 the standard deviation
+
+
+def test_every_word_of_the_held_out_numbers_occurs_in_training():
+    train, validation, test = split_numbers(1500, 500, 500)
+    for say in (english, chinese):
+        known = {word for n in train for word in say(n)}
+        assert {word for n in validation + test for word in say(n)} <= known
+
+
+def test_the_parts_depend_on_the_seed_alone():
+    assert split_numbers(1200, 50, 50, seed=1) == split_numbers(1200, 50, 50, seed=1)
+    assert split_numbers(1200, 50, 50, seed=1) != split_numbers(1200, 50, 50, seed=2)
+
+
+def test_short_lengths_give_what_they_have_and_longer_ones_the_rest():
+    train, _, _ = split_numbers(50_000, 100, 100)
+    four = [n for n in train if 1000 <= n < 10_000]
+    assert 8700 < len(four) <= 9000
+
+
+def test_too_few_numbers_for_training_are_refused():
+    with pytest.raises(ValueError, match="below 1000"):
+        split_numbers(999)
