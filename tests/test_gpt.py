@@ -76,7 +76,8 @@ def test_settings_decide_which_parameters_there_are():
     assert names(tie_weights=False) - full == {"lm_head.weight"}
     assert gpt(n_inner=5).h[0].mlp.c_fc.weight.shape == (12, 5)
     assert gpt(n_kv_head=1).h[0].attn.c_attn.weight.shape == (12, 12 + 2 * 4)
-    assert gpt(eps=0.5).ln_f.eps == gpt(eps=0.5).h[0].ln_2.eps == 0.5
+    norms = [m.eps for _, m in gpt(eps=0.5).named_modules() if isinstance(m, nn.LayerNorm)]
+    assert norms == [0.5] * 5
 
 
 def test_a_tied_head_is_the_embedding_itself_and_stays_so():
@@ -306,6 +307,13 @@ def test_dropout_differs_between_train_and_eval_only():
     assert np.abs(model.train()(IDS).data - plain(IDS).data).max() > 1e-4
     nothing_left = gpt(dropout=1.0)
     assert not nothing_left(IDS).data.any()  # bias 0, nothing of the tokens passes
+
+
+def test_dropout_meets_the_embedding_the_weights_and_both_parts_of_every_block():
+    nodes = [t.node for t in toposort([gpt(dropout=0.3)(IDS)]) if t.node is not None]
+    assert sum(node.op is ops.mul for node in nodes) == 1 + 2 * 2
+    keeps = [node.inputs[5] for node in nodes if node.op is ops.attention]
+    assert [keep.shape for keep in keeps] == [(2, 3, T, T)] * 2
 
 
 def test_loss_is_the_cross_entropy_of_the_targets_as_they_are():
