@@ -104,7 +104,8 @@ def pow_vjp_base(g, y, a, b):
 
 
 def pow_vjp_exponent(g, y, a, b):
-    return times(g * log(where(a == 0, 1.0, a)), y)
+    one = np.ones((), y.dtype)  # so that a float32 base of a float64 power has a float64 logarithm
+    return times(g * log(where(a == 0, one, a)), y)
 
 
 def one_less(b):
@@ -340,7 +341,9 @@ def share(wins, ties, g):
 
 def kept(x, axis):
     """The shape of `x` with the reduced axes left at length 1."""
-    axes = range(x.ndim) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    if axis is None or x.ndim == 0:  # NumPy lets a 0-d array be reduced over axis 0 and -1
+        return (1,) * x.ndim
+    axes = normalize_axis_tuple(axis, x.ndim)
     return tuple(1 if i in axes else n for i, n in enumerate(x.shape))
 
 
@@ -644,7 +647,7 @@ def string_first(inputs, keywords):
 @primitive(arrange=string_first)
 def einsum(*xs, subscripts):
     """Sums of products by index letters: einsum("bqd,bkd->bqk", q, k)."""
-    terms, out = einsum_terms(subscripts, [x.shape for x in xs])
+    terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     return np.einsum(",".join(terms) + "->" + out, *xs)
 
 
@@ -652,7 +655,7 @@ def einsum(*xs, subscripts):
 def einsum_vjp(i, g, y, *xs, subscripts):
     """Swap the argument and the output. What the swap cannot say is put back: letters that only this argument has
     (they were summed: broadcast), and letters that it has twice (a diagonal: an identity matrix)."""
-    terms, out = einsum_terms(subscripts, [x.shape for x in xs])
+    terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     term, shape = terms[i], xs[i].shape
     others = terms[:i] + terms[i + 1 :]
     once = "".join(dict.fromkeys(term))
