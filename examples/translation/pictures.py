@@ -92,7 +92,7 @@ def alignment(model, corpus, sentences, path):
     figure, several = plt.subplots(1, len(sentences), figsize=(5.2 * len(sentences), 5.4), layout="constrained")
     for axes, words in zip(np.atleast_1d(several), sentences, strict=True):
         src = np.array(corpus.source.encode(words))
-        answer = model.generate(src)
+        answer = model.generate(src, max_new_tokens=corpus.max_len - 1)  # which is read again, behind `start`
         read = np.concatenate([[model.start], answer])
         _, trace = model(src, read, trace=True)
         weights = trace.cross[-1].weights.numpy()[0].mean(axis=0)

@@ -1,0 +1,273 @@
+"""The translation examples run in their short form, on numbers and on files, and say what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "translation"))
+
+import c_attention
+import common
+import g_encoder_decoder
+import ladder
+import pictures
+import word_by_word
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RUNGS = sorted(path.stem for path in (EXAMPLES / "translation").glob("[a-g]_*.py"))
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return common.number_corpus(n_train=1200, n_held_out=30)
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    """Sixty pairs whose words all occur several times."""
+    names = {"Tom": "汤", "Mary": "玛", "Ann": "安", "Bob": "鲍"}
+    verbs = {"sees": "看", "hears": "听", "likes": "爱"}
+    things = names | {"it": "它"}
+    rows = [f"{a} {v} {b}.\t{names[a]}{verbs[v]}{things[b]}。\t1 2" for a in names for v in verbs for b in things]
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def run_script(path, *arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+    runpy.run_path(str(path), run_name="__main__")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# They run
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_each_rung_runs_by_itself_and_reports(name, monkeypatch, tmp_path, capsys):
+    run_script(EXAMPLES / "translation" / f"{name}.py", "--short", "--out", tmp_path, monkeypatch=monkeypatch)
+    (row,) = json.loads((tmp_path / "ladder.json").read_text(encoding="utf-8"))
+    assert row["rung"] == name[0]
+    assert row["by_kind"].keys() == {f"{n} digits" for n in (4, 5, 6, 7, 8)}
+    assert f"| {row['rung']}) {row['title']} | {row['parameters']:,} |" in capsys.readouterr().out
+
+
+def test_there_are_seven_rungs_and_the_ladder_has_all():
+    assert [name[0] for name in RUNGS] == list("abcdefg")
+    assert {rung for rung, _, _ in ladder.RUNGS} == set("abcdefg")
+
+
+def test_the_ladder_prints_one_table_and_draws_it(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = ladder.main(["--short", "--only", "a", "b", "--out", str(tmp_path)])
+    assert [row.title for row in rows] == ["per word", "RNN", "GRU"]
+    table = (tmp_path / "ladder.md").read_text(encoding="utf-8")
+    assert table in capsys.readouterr().out
+    assert len(table.splitlines()) == 5
+    assert (tmp_path / "accuracy_by_length.png").stat().st_size > 10_000
+
+
+def test_the_ladder_climbs_a_file_of_pairs(tsv, tmp_path, capsys):
+    rows = ladder.main(["--short", "--only", "a", "g", "--pairs", str(tsv), "--out", str(tmp_path / "out")])
+    assert [row.rung for row in rows] == ["a", "g"]
+    assert rows[0].by_kind.keys() == {"1-4 words"}
+    assert "60 lines, 60 different sources" in capsys.readouterr().out
+
+
+def test_saved_weights_translate_as_the_trained_ones_did(tmp_path, corpus, capsys):
+    model = g_encoder_decoder.build(common.number_corpus(1500, 40), seed=0)
+    model.save(tmp_path / "weights.safetensors")
+    arguments = ["--short", "--weights", str(tmp_path / "weights.safetensors"), "--say", "two million and five"]
+    g_encoder_decoder.main([*arguments, "--beam", "2"])
+    out = capsys.readouterr().out
+    found = model.search(
+        common.number_corpus(1500, 40).source.encode(["two", "million", "and", "five"]),
+        beam=2,
+    )
+    assert found.tree(common.number_corpus(1500, 40).target.words.__getitem__) in out
+
+
+def test_training_is_the_same_every_time_and_lowers_the_loss(corpus):
+    settings = common.Settings(steps=12, batch=16, warmup=2)
+    histories, after = [], []
+    for _ in range(2):
+        model = c_attention.build(corpus)
+        before = common.validation_loss(model, corpus)
+        histories.append(common.train(model, corpus, settings, show=lambda line: None))
+        after.append(common.validation_loss(model, corpus))
+    assert histories[0] == histories[1]
+    assert after[0] == after[1] < before - 0.5
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What they are fed with
+
+
+def test_an_epoch_has_every_pair_once_in_batches_of_one_length(corpus):
+    seen = []
+    for source, target in common.batches(corpus, corpus.train, 32, np.random.default_rng(0)):
+        assert len(source) == len(target) <= 32
+        assert (source != common.PAD).all()
+        seen += [tuple(s) + tuple(t[t != common.PAD]) for s, t in zip(source.tolist(), target, strict=True)]
+    assert sorted(seen) == sorted(tuple(s + t) for s, t in map(corpus.encode, corpus.train))
+
+
+def test_answers_come_in_the_order_of_the_questions(corpus):
+    model = c_attention.build(corpus)
+    pairs = corpus.test[:9]
+    together = common.translations(model, corpus, pairs, size=4)
+    alone = [common.translations(model, corpus, [pair])[0] for pair in pairs]
+    assert together == alone
+    assert common.exact(pairs, [pair.target for pair in pairs[:4]] + together[4:]) >= 4 / 9
+
+
+def test_what_is_held_out_of_a_file_is_not_learned_but_its_words_are(tsv):
+    corpus = common.file_corpus(tsv)
+    parts = [corpus.train, corpus.validation, corpus.test]
+    assert [len(part) for part in parts] == [54, 3, 3]
+    assert len({tuple(pair.source) for part in parts for pair in part}) == 60
+    assert corpus.max_len == 5
+
+
+def test_words_and_characters_are_cut_as_they_are_written():
+    assert common.tokens("I don't know, Tom!") == ["i", "don't", "know", ",", "tom", "!"]
+    assert common.tokens("我不知道，Tom。") == ["我", "不", "知", "道", "，", "tom", "。"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no tab here", "line 61: expected a sentence, a tab and its translation, got 'no tab here'"),
+        ("", "line 61: expected a sentence, a tab"),
+        ("words\t", "line 61: the translation is empty"),
+        (" \t字", "line 61: the source is empty"),
+        ("Tom sees " * 9 + "it\t字", "line 61: the source has 19 words, and with an end it must fit into 12"),
+        ("Tom\t" + "字" * 12, "line 61: the translation has 12 words"),
+    ],
+)
+def test_a_bad_line_of_a_file_is_named(tsv, line, message):
+    with tsv.open("a", encoding="utf-8") as file:
+        file.write(line + "\nTom sees it\t字\n")
+    with pytest.raises(SystemExit) as stopped:
+        ladder.main(["--short", "--pairs", str(tsv), "--max-len", "12"])
+    assert str(stopped.value).startswith(f"error: {tsv}, {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pairs", "nowhere.tsv"], "there is no text file nowhere.tsv"),
+        (["--max-len", "5"], "--max-len is for --pairs"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        ladder.main(["--short", *arguments])
+
+
+def test_a_file_of_two_lines_is_too_small(tmp_path):
+    path = tmp_path / "two.tsv"
+    path.write_text("one\t一\ntwo\t二\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="2 pairs are too few"):
+        common.file_corpus(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("two bananas", "has the unknown word 'bananas'"), ("", "is empty"), ("two " * 17, "must fit into 17")],
+)
+def test_a_sentence_that_cannot_be_translated_is_refused_with_its_word(corpus, words, message):
+    with pytest.raises(ValueError, match=message):
+        g_encoder_decoder.say(g_encoder_decoder.build(corpus), corpus, words, beam=2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What they show
+
+
+def test_without_positions_the_order_of_the_words_changes_no_answer(corpus):
+    model = c_attention.build(corpus)
+    words = ["two", "thousand", "and", "five"]
+    ids = np.array(corpus.source.encode(words))
+    order = [3, 1, 2, 0]
+    np.testing.assert_allclose(model(ids).numpy()[order], model(ids[order]).numpy()[:4], atol=1e-5)
+
+
+def test_chinese_is_drawn_with_every_character(corpus, tmp_path):
+    """matplotlib warns of each character that the font lacks, and a warning is an error here."""
+    pytest.importorskip("matplotlib")
+    try:
+        pictures.chinese_font()
+    except pictures.MissingFontError as error:
+        pytest.skip(str(error))
+    model = g_encoder_decoder.build(corpus)
+    pictures.alignment(model, corpus, [["two", "million"], ["seven"]], tmp_path / "alignment.png")
+    assert (tmp_path / "alignment.png").stat().st_size > 10_000
+
+
+def test_a_missing_font_is_said_with_what_to_install(corpus, tmp_path, monkeypatch, capsys):
+    manager = pytest.importorskip("matplotlib.font_manager")
+    monkeypatch.setattr(manager.fontManager, "ttflist", [])
+    with pytest.raises(pictures.MissingFontError, match="fonts-noto-cjk"):
+        pictures.chinese_font()
+    ladder.draw_alignment(g_encoder_decoder.build(corpus), corpus, [["two"]], tmp_path / "alignment.png")
+    assert "install Noto Sans CJK" in capsys.readouterr().err
+    assert not (tmp_path / "alignment.png").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Word by word
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_word_by_word_and_as_matrices_are_the_same_to_the_last_places(seed):
+    run = word_by_word.everything(seed)
+    rows = np.concatenate([word["A"].numpy() for word in run["words"]])
+    assert rows.dtype == np.float64
+    assert word_by_word.difference(rows, run["whole"]["A"].numpy())[1] <= 8
+    for i, word in enumerate(run["words"]):
+        products = np.concatenate([product.numpy().ravel() for product in word["products"]])
+        whole = run["whole"]["Q"].numpy()[i] @ run["whole"]["K"].numpy().T
+        np.testing.assert_allclose(products, whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_further_matrices_on_q_k_v_are_two_direct_projections(seed):
+    run = word_by_word.everything(seed)
+    for ours, direct in zip(run["heads"], run["direct"], strict=True):
+        np.testing.assert_allclose(ours.numpy(), direct.numpy(), rtol=0, atol=1e-13)
+
+
+def test_the_two_heads_are_a_multi_head_attention(rng):
+    run = word_by_word.everything()
+    p = run["p"]
+    mha = tg.nn.MultiHeadAttention(6, 2, d_k=3).astype(np.float64)
+    for x in "QKV":
+        both = [p[f"W_{x}"].numpy() @ p[f"W_{x}{i}"].numpy() for i in (1, 2)]
+        getattr(mha, f"w{x.lower()}").assign_(np.concatenate(both, axis=1))
+    mha.wo.assign_(p["W_O"].numpy())
+    np.testing.assert_allclose(mha(run["X"]).numpy(), run["Y"].numpy(), rtol=0, atol=1e-13)
+
+
+def test_every_stage_is_drawn(tmp_path, monkeypatch, capsys):
+    run_script(EXAMPLES / "word_by_word.py", "--out", tmp_path, monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert "A_1, the four values in these shares" in out
+    stages = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert len(stages) == 7
+    for name, titles in {
+        "2_one_word_asks": ["q_1·k_4", "W_K"],
+        "3_one_word_answered": ["A_1"],
+        "7_together": ["W_O"],
+    }.items():
+        for title in titles:
+            assert title in stages[name]
