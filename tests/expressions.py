@@ -126,12 +126,15 @@ class Builder:
         return self.line(Step(name, operands, keywords), array, usable)
 
     def apply(self, name: str, *operands: Any, **keywords: Any) -> Value:
-        """Add a step, and what keeps its result of moderate size."""
-        value = self.step(name, *operands, **keywords)
+        """Add a step, and what keeps its result of moderate size; nothing else uses it before that."""
+        value = self.step(name, *operands, usable=False, **keywords)
         while value.array.size > LARGEST:
-            value = self.step("mean", value, axis=int(np.argmax(value.shape)), keepdims=False)
+            value = self.step("mean", value, usable=False, axis=int(np.argmax(value.shape)), keepdims=False)
         highest = np.abs(value.array).max(initial=0)
-        return self.step("scale", value, by=float(2 / highest)) if highest > HIGHEST else value
+        if highest > HIGHEST:
+            value = self.step("scale", value, usable=False, by=float(2 / highest))
+        self.pool.append(value)
+        return value
 
     def fresh(self, shape: tuple[int, ...]) -> Value:
         """A new leaf."""
