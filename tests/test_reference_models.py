@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tinygrad_mha import nn, no_grad
+from tinygrad_mha.storage import load_arrays
 
 LOSS = {"tiny-gpt2-random": 9.749089452520085, "tiny-gpt1-random": 8.903727306221613}
 NORM = {"tiny-gpt2-random": 12.97608389904365, "tiny-gpt1-random": 26.477404668861748}
@@ -108,8 +109,6 @@ def test_float32_stays_close_to_float64(tiny):
 
 
 def test_a_folder_of_transformers_is_written_back_with_the_same_arrays(tiny, reference, tmp_path):
-    from tinygrad_mha.storage import load_arrays
-
     name, model, _ = tiny
     model.save_pretrained(tmp_path)
     theirs, ours = (load_arrays(folder / "model.safetensors") for folder in (reference / name, tmp_path))
