@@ -15,7 +15,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -196,15 +195,21 @@ def is_grad_enabled() -> bool:
     return STATE.get().grad
 
 
-@contextmanager
-def scope(entry: Any) -> Iterator[None]:
-    """Nodes made inside carry `entry` as the innermost part of their scope."""
-    before = STATE.get()
-    STATE.set(before._replace(scope=(*before.scope, entry)))
-    try:
-        yield
-    finally:
-        STATE.set(STATE.get()._replace(scope=before.scope))
+class scope:  # noqa: N801 (used like a function)
+    """Nodes made inside carry `entry` as the innermost part of their scope: `with scope(entry):`."""
+
+    __slots__ = ("before", "entry")
+
+    def __init__(self, entry: Any) -> None:
+        self.entry = entry
+
+    def __enter__(self) -> None:
+        grad, recording, self.before = STATE.get()
+        STATE.set(State(grad, recording, (*self.before, self.entry)))
+
+    def __exit__(self, *exception: object) -> None:
+        grad, recording, _ = STATE.get()
+        STATE.set(State(grad, recording, self.before))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -424,20 +424,22 @@ class MultiHeadAttention(Module):
                     y = rotary(y, places)
                 return y.named(f"{which}_{head + 1}")
 
-            keys = [project("K", i, memory) for i in range(self.n_kv_head)]
-            values = [project("V", i, memory) for i in range(self.n_kv_head)]
+            # Keys and values that several heads of queries share belong to none of them.
+            sharing = range(self.n_kv_head if self.n_kv_head < self.n_head else 0)
+            keys, values = ([project(which, i, memory) for i in sharing] for which in "KV")
             heads = []
             for i in range(self.n_head):
                 shared = i * self.n_kv_head // self.n_head
-                steps = attend(
-                    project("Q", i, x),
-                    keys[shared],
-                    values[shared],
-                    of_head(allow, i),
-                    of_head(bias, i),
-                    of_head(keep, i),
-                    labelled(None, f"_{i + 1}"),
-                )
+                with engine.scope(f"head {i + 1}"):
+                    steps = attend(
+                        project("Q", i, x),
+                        keys[shared] if keys else project("K", i, memory),
+                        values[shared] if values else project("V", i, memory),
+                        of_head(allow, i),
+                        of_head(bias, i),
+                        of_head(keep, i),
+                        labelled(None, f"_{i + 1}"),
+                    )
                 heads.append(steps.heads)
             return self.output(ops.concat(heads, axis=-1).named("Concat")).named("Y")
 
