@@ -55,46 +55,38 @@ CHANGES = {"same": ("", GREY), "left": ("− ", "#cf222e"), "right": ("+ ", "#1a
 
 def to_dot(picture: Picture, direction: str = "TB") -> str:
     """The whole picture as DOT text."""
-    down = direction == "TB"
-    inside: dict[str | None, list[Node]] = defaultdict(list)
-    frames: dict[str | None, list[Cluster]] = defaultdict(list)
+    lines = [*header(picture, direction), *boxes(picture), *side_by_side(picture), *arrows(picture, direction)]
+    return "\n".join(["digraph {", *("\t" + line for line in lines), "}", ""])
+
+
+def boxes(picture: Picture) -> list[str]:
+    """The boxes in their frames. Frames are opened and closed from a stack: they may be as deep as they like."""
+    inside: dict[str | None, list[str | Cluster]] = defaultdict(list)
     for node in picture.nodes:
-        inside[node.cluster].append(node)
+        inside[node.cluster].append(node_text(node))
     for cluster in picture.clusters:
-        frames[cluster.parent].append(cluster)
-    kinds = {node.id: node.kind for node in picture.nodes}
-    out = ["digraph {", *header(picture, direction)]
-    # Open and close the frames without recursion: a stack of lines and of frames to be written.
-    todo: list[tuple[int, str | Cluster]] = [(1, c) for c in reversed(frames[None])]
-    todo += [(1, node_text(node)) for node in reversed(inside[None])]
+        inside[cluster.parent].append(cluster)
+    lines: list[str] = []
+    todo: list[tuple[int, str | Cluster]] = [(0, item) for item in reversed(inside[None])]
     while todo:
         depth, item = todo.pop()
+        tabs = "\t" * depth
         if isinstance(item, str):
-            out.append("\t" * depth + item)
+            lines.append(tabs + item)
             continue
-        out += ["\t" * depth + line for line in (f"subgraph {item.id} {{", "\t" + cluster_attributes(item))]
+        lines += [f"{tabs}subgraph {item.id} {{", f"{tabs}\t{cluster_attributes(item)}"]
         todo.append((depth, "}"))
-        todo += [(depth + 1, c) for c in reversed(frames[item.id])]
-        todo += [(depth + 1, node_text(node)) for node in reversed(inside[item.id])]
-    out += ["\t" + line for line in side_by_side(picture)]
-    ways_out = Counter(edge.source for edge in picture.edges)
-    bent = {edge.target for edge in picture.edges if kinds[edge.source] not in ("input", "parameter")}
-    bent |= {node.id for node in picture.nodes if node.kind in ("plus", "operation")}
-    bent |= {node.id for node in picture.nodes if node.kind == "parameter" and ways_out[node.id] > 1}
-    out += [
-        "\t" + edge_text(edge, down, not bent & {edge.source, edge.target}, ways_out[edge.source] == 1)
-        for edge in picture.edges
-    ]
-    return "\n".join([*out, "}", ""])
+        todo += [(depth + 1, inner) for inner in reversed(inside[item.id])]
+    return lines
 
 
 def header(picture: Picture, direction: str) -> list[str]:
     label = legend(picture)
     return [
-        f'\tgraph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
+        f'graph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
         f"rankdir={direction} ranksep=0.5 splines=spline]",
-        f'\tnode [fontname="{FONT}" shape=plain]',
-        f'\tedge [arrowsize=0.6 color="#8c959f" fontname="{FONT}" fontsize=10 penwidth=1.2]',
+        f'node [fontname="{FONT}" shape=plain]',
+        f'edge [arrowsize=0.6 color="#8c959f" fontname="{FONT}" fontsize=10 penwidth=1.2]',
     ]
 
 
@@ -122,12 +114,12 @@ def node_table(node: Node) -> str:
     look = LOOKS[node.kind] if node.change == "same" else Look(change, LOOKS[node.kind].fill)
     title = font(bold(sign + shortened(node.title, LONGEST_TITLE)), 14, INK)
     corner = font(bold(node.shape), 12, look.frame if node.kind != "op" else GREY)
-    rows = [f'<TR><TD ALIGN="LEFT">{title}   </TD><TD ALIGN="RIGHT">{corner}</TD></TR>']
+    rows = [ends(title, corner)]
     *lines, last = [line for line in node.lines if line] or [""]
     rows += [wide(font(line, 10, GREY)) for line in lines]
     remark = font(node.parameters, 10, LOOKS["parameter"].frame) or font(value_range(node), 9, GREY)
     if remark:
-        rows.append(f'<TR><TD ALIGN="LEFT">{font(last, 10, GREY)}  </TD><TD ALIGN="RIGHT">{remark}</TD></TR>')
+        rows.append(ends(font(last, 10, GREY), remark))
     elif last:
         rows.append(wide(font(last, 10, GREY)))
     if node.warning:
@@ -185,9 +177,14 @@ def row(content: str, attributes: str) -> str:
     return f"<TR><TD {attributes}>{content}</TD></TR>"
 
 
+def ends(left: str, right: str) -> str:
+    """A row with something at its left and something at its right end, and a gap between the two."""
+    return f'<TR><TD ALIGN="LEFT">{left}</TD><TD WIDTH="6"></TD><TD ALIGN="RIGHT">{right}</TD></TR>'
+
+
 def wide(content: str) -> str:
-    """A row across both columns."""
-    return row(content, 'COLSPAN="2" ALIGN="LEFT"')
+    """A row from end to end."""
+    return row(content, 'COLSPAN="3" ALIGN="LEFT"')
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -208,9 +205,15 @@ def bold(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Any text, for an HTML-like label: what XML cannot hold is replaced, a new line begins a new line."""
-    text = UNFIT.sub("\ufffd", text).replace("\t", " ")
+    text = fit(text).replace("\t", " ")
+    text = text.replace("\\", "\\\\")  # of a backslash and N, Graphviz would make the id of the box
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
     return re.sub(r"\r\n|\r|\n", "<BR/>", text)
+
+
+def fit(text: str) -> str:
+    """A text without what XML cannot hold: control characters, halves of surrogate pairs."""
+    return UNFIT.sub("\ufffd", text)
 
 
 UNFIT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -218,7 +221,7 @@ UNFIT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U00
 
 def quoted(text: str) -> str:
     """Any text, for a quoted string of DOT, in which a backslash and & begin an escape."""
-    text = UNFIT.sub("\ufffd", text).replace("\\", "\\\\").replace("&", "&amp;").replace('"', '\\"')
+    text = fit(text).replace("\\", "\\\\").replace("&", "&amp;").replace('"', '\\"')
     return '"' + re.sub(r"\r\n|\r|\n", r"\\n", text) + '"'
 
 
@@ -236,27 +239,43 @@ def cluster_attributes(cluster: Cluster) -> str:
     )
 
 
-def edge_text(edge: Edge, down: bool, straight: bool, only_way_out: bool) -> str:
-    """`straight` from the bottom of one box to the top of the next, else Graphviz finds the way round the boxes."""
+def arrows(picture: Picture, direction: str) -> list[str]:
+    """The arrows. Into a box that is made of leaves alone they go straight, from bottom to top."""
+    nodes = {node.id: node for node in picture.nodes}
+    ways_out = Counter(edge.source for edge in picture.edges)
+    bent = {edge.target for edge in picture.edges if nodes[edge.source].kind not in ("input", "parameter")}
+    bent |= {node.id for node in picture.nodes if node.kind in ("plus", "operation")}
+    bent |= {node.id for node in picture.nodes if node.kind == "parameter" and ways_out[node.id] > 1}
+    start, end = (":s", ":n") if direction == "TB" else (":e", ":w")
+    lines = []
+    for edge in picture.edges:
+        straight = not bent & {edge.source, edge.target}
+        ends = (edge.source + start, edge.target + end) if straight else (edge.source, edge.target)
+        attributes = edge_attributes(edge, ways_out[edge.source] == 1)
+        tooltip = quoted(f"{nodes[edge.source].title} → {nodes[edge.target].title}")
+        if edge.kind == "gradient":
+            # A gradient flows up beside the forward, which flows down: Graphviz is told the way of the forward.
+            ends, attributes = ends[::-1], [*attributes, "dir=back"]
+        lines.append(f"{' -> '.join(ends)} [{' '.join([*attributes, f'tooltip={tooltip}'])}]")
+    return lines
+
+
+def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
     colour = EDGE_COLOURS[edge.kind] if edge.change == "same" else CHANGES[edge.change][1]
-    start, end = ("s", "n") if down else ("e", "w")
-    ports = (f":{start}", f":{end}") if straight else ("", "")
-    attributes = [f'color="{colour}"'] if colour != EDGE_COLOURS["data"] else []
-    if edge.label:
-        attributes.append(f"label=<{font(f' {edge.label} ', 10, GREY if edge.kind == 'data' else colour)}>")
     weight = WEIGHTS.get(edge.kind, 1) + 2 * (edge.kind == "data" and only_way_out)
-    if weight != 1:
-        attributes.append(f"weight={weight}")
+    attributes = [f'color="{colour}"', f"weight={weight}"]
+    if edge.label:
+        label = font(f" {edge.label} ", 10, GREY if edge.kind == "data" else colour)
+        # A label in the middle needs room there, and bends the curve; the word for a residual stands at its end.
+        at_the_end = "labeldistance=3 labelangle=-40 head" if edge.label == "residual" else ""
+        attributes.append(f"{at_the_end}label=<{label}>")
     if edge.change != "same":
-        attributes.append("penwidth=2.2" + (" style=dashed" if edge.change == "left" else ""))
+        attributes.append("penwidth=2.2")
+    if edge.change == "left" or edge.kind == "recall":
+        attributes.append("style=dashed")
     if edge.kind == "recall":
-        attributes.append("constraint=false style=dashed")
-    if edge.kind == "gradient":
-        # A gradient flows up beside the forward, which flows down: Graphviz is told the way of the forward.
-        attributes.append("dir=back")
-        return f"{edge.target} -> {edge.source} [{' '.join(attributes)}]"
-    text = f"{edge.source}{ports[0]} -> {edge.target}{ports[1]}"
-    return f"{text} [{' '.join(attributes)}]" if attributes else text
+        attributes.append("constraint=false")
+    return attributes
 
 
 def side_by_side(picture: Picture) -> list[str]:

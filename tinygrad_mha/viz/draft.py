@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tinygrad_mha.viz.places import Pattern, Place, close, plant, repetitions
 from tinygrad_mha.viz.trace import SHAPE_ONLY, Value
 
 UNARY = SHAPE_ONLY | {"scale", "neg", "mask", "sqrt", "exp", "log", "abs", "clip"}
-WITH_A_CONSTANT = {"add", "sub", "mul", "div", "pow", "where", "maximum", "minimum"}
+UNARY |= {"add", "sub", "mul", "div", "pow", "where", "maximum", "minimum"}  # when the rest is constant
 ALWAYS_A_BOX = {"softmax", "attention", "relu", "gelu", "sigmoid", "layer_norm", "rms_norm", "take", "concat", "stack"}
 PRODUCTS = {"matmul", "linear", "einsum", "attention"}
 
@@ -51,14 +52,15 @@ class Draft:
         self.roots = set(roots)
         self.options = options
         self.two_halves = any(value.backward for value in values)
+        # In a mere recording nothing flows back, although parameters could have gradients.
+        self.gradients_flow = any(v.wants and (v.op is not None or v.gradient is not None) for v in values)
         self.order = {value: i for i, value in enumerate(values)}
         rename(values, options.names)
         self.kinds = {value: self.kind(value) for value in values}
-        self.tree, self.home, self.local_names = plant(values, lambda value: self.kinds[value] == "input")
+        self.tree, self.home, self.local_names = plant(values, self.kinds)
         self.every_place = list(self.tree.inside())
         close(self.tree, options.depth, options.collapse, options.expand)
         self.stands_for = repetitions(self.tree, options.expand) if options.fold and not options.separate else {}
-        self.readers = self.read_by()
         self.closed_in = {place: outermost_closed(place) for place in {*self.home.values()}}
         self.inlined: set[Value] = set()
         self.hidden: set[Value] = set()
@@ -90,7 +92,9 @@ class Draft:
             value = self.stands_for[value]
         return value
 
-    def read_by(self) -> dict[Value, set[Value]]:
+    @cached_property
+    def readers(self) -> dict[Value, set[Value]]:
+        """Who uses a value, where blocks are drawn once for all their repetitions."""
         readers: dict[Value, set[Value]] = defaultdict(set)
         for value in self.values:
             readers[self.drawn(value)].update(map(self.drawn, value.users))
@@ -228,7 +232,7 @@ class Draft:
             elif value.name:
                 titles[value] = value.name
             elif value in self.local_names:
-                titles[value] = self.name_in_frame(value)
+                titles[value] = self.name_in_frame(value, self.local_names[value])
             elif value in results and not value.backward:
                 titles[value] = results[value]
             elif self.is_plus(value):
@@ -246,9 +250,9 @@ class Draft:
                 titles[value] = f"∂L/∂{of[0]}"
         return titles
 
-    def name_in_frame(self, parameter: Value) -> str:
+    def name_in_frame(self, parameter: Value, name: str) -> str:
         """The name of a parameter of a module, with the modules between it and the frame that it stands in."""
-        name, place = self.local_names[parameter], self.home[parameter]
+        place = self.home[parameter]
         while place.parent is not None and place not in self.frames:
             name, place = f"{place.name}.{name}".removeprefix("."), place.parent
         return name
@@ -280,7 +284,7 @@ class Draft:
         if is_weights(value):
             return "weights"
         if value.op is None:
-            return self.kinds[value]
+            return self.name_in_frame(value, role(value)) if self.kinds[value] == "parameter" else "input"
         chain = value
         while is_unary(chain) and chain.sources[0] in self.inlined:
             chain = chain.sources[0]  # the scale of a matmul is a matmul
@@ -355,8 +359,7 @@ class Draft:
         return place.kind or f"{len(made)} operations"
 
     def frame_lines(self, place: Place) -> list[str]:
-        told = [place.kind if place.name else "", self.parameters_in(place)]
-        return [" · ".join(filter(None, told))] if any(told) else []
+        return [line for line in (place.kind if place.name else "", self.parameters_in(place)) if line]
 
     def parameters_in(self, place: Place) -> str:
         """How many numbers are trained in a place, or to what the parameters are tied that it uses."""
@@ -391,9 +394,11 @@ class Draft:
             if can_be_a_table(value.array):
                 return Table(panels(value.gradient), "gradient", second=value in self.with_tables)
             return f"gradient ±{formula.number(largest(value.gradient))}"
+        if not self.gradients_flow:
+            return None
         if value.wants:
             return "gradient: not computed"
-        return "gradient: not required" if any(v.wants for v in self.values) else None
+        return "gradient: not required"
 
     # ----------------------------------------------------------------------------------------------------------- edges
 
@@ -488,7 +493,18 @@ def rename(values: Sequence[Value], names: Mapping[Any, Any]) -> None:
     """Names from a mapping, name to tensor (`locals()` will do), come before those that the tensors have."""
     given = {id(tensor): name for name, tensor in names.items() if isinstance(name, str) and name}
     for value in values:
-        value.name = given.get(id(value.tensor), value.name) or None
+        name = given.get(id(value.tensor), value.name)
+        value.name = name if name and name.strip() else None
+
+
+def role(parameter: Value) -> str:
+    """What the first operation that uses a parameter calls it: weight, bias."""
+    if parameter.users and parameter.users[0].op is not None:
+        user = parameter.users[0]
+        argument = user.op.argument(user.inputs.index(parameter))
+        if argument in ("weight", "bias"):
+            return argument
+    return "parameter"
 
 
 def is_unary(value: Value) -> bool:
@@ -496,11 +512,7 @@ def is_unary(value: Value) -> bool:
     assert value.op is not None or not value.sources
     if value.op is None or len(value.sources) != 1:
         return False
-    return value.op.name in UNARY or (value.op.name in WITH_A_CONSTANT and all(is_number(x) for x in value.inputs))
-
-
-def is_number(x: Any) -> bool:
-    return isinstance(x, Value) or np.ndim(x) == 0
+    return value.op.name in UNARY
 
 
 def is_parameter(value: Value) -> bool:
@@ -564,9 +576,9 @@ def not_finite(value: Value, kind: Kind) -> str:
 def tooltip(value: Value, title: str) -> str:
     """What a reader sees who rests the pointer on a box."""
     array = value.array
-    told = [f"{title}  {formula.shape(array.shape)}  {array.dtype}"]
+    told = [f"{title}, {formula.shape(array.shape)}, {array.dtype}"]
     if array.dtype.kind == "f" and array.size and np.isfinite(array).all():
-        told.append(f"min {array.min():.4g}  mean {array.mean():.4g}  max {array.max():.4g}")
+        told.append(f"min {array.min():.4g}, mean {array.mean():.4g}, max {array.max():.4g}")
     if value.gradient is not None:
         told.append(f"gradient: length {np.linalg.norm(value.gradient):.4g}")
     if value.op is not None:

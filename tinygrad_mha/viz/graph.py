@@ -7,21 +7,23 @@ box and what is written in it, `dot` writes the picture as text, `render` lets G
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from tinygrad_mha.engine import Node, toposort
 from tinygrad_mha.storage import replacing
 from tinygrad_mha.tensor import Tensor
 from tinygrad_mha.viz import render
 from tinygrad_mha.viz.diff import compared
-from tinygrad_mha.viz.dot import to_dot
-from tinygrad_mha.viz.draft import Draft, Options
+from tinygrad_mha.viz.dot import fit, to_dot
+from tinygrad_mha.viz.draft import MOST_IN_A_FORMULA, Draft, Options
 from tinygrad_mha.viz.picture import Picture
-from tinygrad_mha.viz.places import Pattern
-from tinygrad_mha.viz.trace import trace, trace_backward
+from tinygrad_mha.viz.places import Pattern, identity
+from tinygrad_mha.viz.trace import SHAPE_ONLY, trace, trace_backward
 
 TEXT_FORMATS = ("dot", "gv")
 
@@ -44,7 +46,7 @@ class Graph:
         self.picture = picture
         self.direction = direction
         self.engine = engine
-        self.title = title
+        self.title = fit(title)
         self.dot = to_dot(picture, direction)
 
     def svg(self) -> str:
@@ -71,7 +73,7 @@ class Graph:
         if format in TEXT_FORMATS:
             content = self.dot.encode()
         elif format == "html":
-            content = render.page(render.inline(self.svg()), self.title).encode()
+            content = render.page(self.svg(), self.title).encode()
         elif format == "svg":
             content = self.svg().encode()
         elif format in render.FORMATS:
@@ -88,7 +90,8 @@ class Graph:
 
     def __repr__(self) -> str:
         boxes, arrows = len(self.picture.nodes), len(self.picture.edges)
-        return f'<{self.title}: {boxes} boxes, {arrows} arrows; .save("graph.svg"), .svg() or .dot>'
+        size = f"{boxes} box{'es' * (boxes != 1)}, {arrows} arrow{'s' * (arrows != 1)}"
+        return f'<{self.title}: {size}; .save("graph.svg"), .svg() or .dot>'
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         try:
@@ -97,7 +100,7 @@ class Graph:
             text = f"{error}\n\n{self.dot}"
             return {"text/plain": text, "text/html": f'<pre style="max-height:30em;overflow:auto">{escape(text)}</pre>'}
         # HTML comes first: as an image alone the SVG would lose the texts under the pointer.
-        return {"text/html": render.inline(svg), "image/svg+xml": svg, "text/plain": repr(self)}
+        return {"text/html": render.in_notebook(svg), "image/svg+xml": svg, "text/plain": repr(self)}
 
 
 def graph(
@@ -150,6 +153,7 @@ def graph(
     """
     check_options(depth, ops, values, grads, direction, max_nodes, engine)
     roots, keys = tensors_in(y)
+    refuse_early(roots, depth, fold and ops == "folded", collapse, max_nodes)
     options = Options(
         depth=depth,
         collapse=patterns(collapse, "collapse"),
@@ -256,12 +260,46 @@ def check_patterns(draft: Draft, options: Options) -> None:
 def check_size(draft: Draft, max_nodes: int | None) -> None:
     if max_nodes is None or len(draft.boxes) <= max_nodes:
         return
-    fitting = draft.fitting_depth(max_nodes)
-    advice = (
-        "and no module that could be closed: draw an earlier tensor, or name the parts with modules"
-        if fitting is None
-        else f"depth={fitting} would fit"
-    )
-    raise GraphTooLargeError(
-        f"{len(draft.boxes):,} boxes are more than max_nodes={max_nodes}; {advice} (max_nodes=None draws all of them)"
+    raise too_large(f"{len(draft.boxes):,}", max_nodes, draft.fitting_depth(max_nodes))
+
+
+def refuse_early(roots: list[Tensor], depth: int | None, folds: bool, collapse: Any, max_nodes: int | None) -> None:
+    """Refuse what is much too large from the counts of operations in each module, before anything is built of them.
+
+    A box holds a few operations at most, and those of one module are not repetitions of each other.
+    """
+    if max_nodes is None or collapse is not None:
+        return
+    nodes = [tensor.node for tensor in toposort(roots, everything=True) if tensor.node is not None]
+    if len(nodes) <= max_nodes:
+        return
+    sizes = Counter(scope_key(node.scope) for node in nodes if node.op.name not in SHAPE_ONLY)
+    shown = [n for scope, n in sizes.items() if depth is None or len(scope) <= depth]
+    least = max(shown, default=0) // (MOST_IN_A_FORMULA if folds else 1)
+    if least <= max_nodes:
+        return
+    raise too_large(f"more than {least:,}", max_nodes, depth_that_fits(nodes, max_nodes))
+
+
+def depth_that_fits(nodes: list[Node], max_nodes: int) -> int | None:
+    """The largest depth at which there are no more boxes than that, even if no formula could be folded."""
+    for depth in range(max(len(node.scope) for node in nodes) - 1, -1, -1):
+        shown = [node for node in nodes if len(node.scope) <= depth]
+        leaves = {id(x) for node in shown for x in node.inputs if isinstance(x, Tensor) and x.node is None}
+        closed = {scope_key(node.scope[: depth + 1]) for node in nodes if len(node.scope) > depth}
+        if len(shown) + len(leaves) + len(closed) <= max_nodes:
+            return depth
+    return None
+
+
+def scope_key(scope: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(map(identity, scope))
+
+
+def too_large(boxes: str, max_nodes: int, fitting: int | None) -> GraphTooLargeError:
+    advice = f"depth={fitting} would fit"
+    if fitting is None:
+        advice = "no module is there that could be closed: draw an earlier tensor, or put the parts into modules"
+    return GraphTooLargeError(
+        f"{boxes} boxes, max_nodes={max_nodes}: {advice}; max_nodes=None draws all of them, which may take long"
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.viz.picture import Kind
 from tinygrad_mha.viz.trace import BACKWARD, FORWARD, SHAPE_ONLY, Value
 
 Pattern = str | Callable[[str], bool]
@@ -21,17 +22,23 @@ Pattern = str | Callable[[str], bool]
 class Place:
     """A module of the run: its name, its class, what is in it, and how it shall be drawn."""
 
-    def __init__(self, name: str, kind: str, module: Any, parent: Place | None) -> None:
-        self.name = name
-        self.kind = kind
-        self.module = module
+    def __init__(self, entry: Any, parent: Place | None) -> None:
+        self.entry = entry
+        self.name = str(getattr(entry, "name", entry))
+        self.kind = str(getattr(entry, "kind", ""))
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.path: str = f"{parent.path}.{name}" if parent is not None and parent.path else name
+        self.path: str = f"{parent.path}.{self.name}" if parent is not None and parent.path else self.name
         self.children: list[Place] = []
         self.values: list[Value] = []  # at home right here, in the order of the run
         self.closed = False
         self.run: list[Place] = [self]  # neighbours that compute the same; only the first of them is drawn
+
+    @property
+    def module(self) -> Any:
+        """The module itself, or None where it lives no longer, or never was one."""
+        reference = getattr(self.entry, "module", None)
+        return reference() if reference is not None else None
 
     def inside(self) -> Iterable[Place]:
         """This place and all places in it, outer ones first."""
@@ -67,17 +74,18 @@ class Place:
         return any(map(means, patterns))
 
 
-def plant(
-    values: Sequence[Value], is_input: Callable[[Value], bool]
-) -> tuple[Place, dict[Value, Place], dict[Value, str]]:
-    """The tree of places, the home of each value, and the names that modules have for their parameters."""
-    root, known, home, names = Place("", "", None, None), {}, {}, {}
+def plant(values: Sequence[Value], kinds: dict[Value, Kind]) -> tuple[Place, dict[Value, Place], dict[Value, str]]:
+    """The tree of places, the home of each value, and the names that modules have for their parameters.
+
+    What a module uses and does not own was given to it: such leaves become inputs in `kinds`.
+    """
+    root, known, home, names = Place("", None), {}, {}, {}
     twins: dict[Place, Place] = {}
 
-    def step(place: Place, name: str, kind: str, module: Any) -> Place:
-        key = (place, name, id(module))
+    def step(place: Place, entry: Any) -> Place:
+        key = (place, identity(entry))
         if key not in known:
-            known[key] = Place(name, kind, module, place)
+            known[key] = Place(entry, place)
             place.children.append(known[key])
         return known[key]
 
@@ -86,10 +94,7 @@ def plant(
             twins |= mirror(root, step)
         home[value] = root
         for entry in value.scope:
-            module = getattr(entry, "module", None)
-            module = module() if callable(module) else module
-            name, kind = str(getattr(entry, "name", entry)), str(getattr(entry, "kind", ""))
-            home[value] = step(home[value], name, kind, module)
+            home[value] = step(home[value], entry)
     owners = owned_by_modules(root)
     for value in reversed(values):  # users first
         if value.op is None and value.users:
@@ -97,13 +102,23 @@ def plant(
                 home[value], names[value] = owners[id(value.tensor)]
             else:
                 users = [home[user] for user in value.users if user.backward == value.backward]
-                home[value] = outside(users[0]) if is_input(value) else around(users)
+                home[value] = around(users)
+                given = any(place.module is not None for place in home[value].outward())
+                if given and (value.name or "")[:1] not in ("W", "w"):
+                    kinds[value] = "input"
+                if kinds[value] == "input":
+                    home[value] = outside(users[0])
     for value in values:
         if value.backward and value.gradient_of:
             home[value] = twins[home[value.gradient_of[0]]]
     for value in values:
         home[value].values.append(value)
     return root, home, names
+
+
+def identity(entry: Any) -> tuple[str, int]:
+    """What makes an entry of a scope the same place: name and module. The reference to a module outlives it."""
+    return str(getattr(entry, "name", entry)), id(getattr(entry, "module", None))
 
 
 def owned_by_modules(root: Place) -> dict[int, tuple[Place, str]]:
@@ -127,13 +142,13 @@ def outside(place: Place) -> Place:
     return outermost if outermost.name == FORWARD and root.parent is None else root
 
 
-def mirror(root: Place, step: Callable[[Place, str, str, Any], Place]) -> dict[Place, Place]:
+def mirror(root: Place, step: Callable[[Place, Any], Place]) -> dict[Place, Place]:
     """Build the backward half of the tree like the forward half: gradients live where their values do."""
     half = root.children[0]
-    twins = {root: root, half: step(root, BACKWARD, "", None)}
+    twins = {root: root, half: step(root, BACKWARD)}
     for place in half.inside():
         if place is not half and place.parent is not None:
-            twins[place] = step(twins[place.parent], place.name, place.kind, place.module)
+            twins[place] = step(twins[place.parent], place.entry)
     return twins
 
 
@@ -154,7 +169,7 @@ def close(root: Place, depth: int | None, collapse: Sequence[Pattern], expand: S
     wanted = {outer for place in root.inside() if place.matches(expand) for outer in place.outward()}
     for place in root.inside():
         computed = [v for v in place.contents() if v.op is not None and v.op.name not in SHAPE_ONLY]
-        single = place.module is not None and len(computed) == 1
+        single = place.kind and len(computed) == 1
         too_deep = depth is not None and (place.depth > depth or single)
         place.closed = place.parent is not None and place not in wanted and (too_deep or place.matches(collapse))
 

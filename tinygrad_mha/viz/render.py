@@ -167,7 +167,7 @@ def find_pygraphviz() -> Command | None:
         spec = None
     if spec is None or not spec.origin:
         return None
-    where = str(Path(spec.origin).parent.parent)
+    where = str(Path(spec.origin).parents[0 if spec.submodule_search_locations is None else 1])
 
     def command(source: Path, outputs: dict[str, Path]) -> list[str]:
         drawn = [argument for format, file in outputs.items() for argument in (format, str(file))]
@@ -179,7 +179,7 @@ def find_pygraphviz() -> Command | None:
 WITH_PYGRAPHVIZ = """
 import sys
 where, options, source, *drawn = sys.argv[1:]
-sys.path.append(where)
+sys.path.insert(0, where)
 import pygraphviz
 graph = pygraphviz.AGraph(string=open(source, encoding="utf-8").read())
 for format, file in zip(drawn[::2], drawn[1::2]):
@@ -222,17 +222,21 @@ def prefixed(svg: str, prefix: str) -> str:
     return svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
 
 
-displayed = itertools.count(1).__next__
-
-
-def inline(svg: str) -> str:
-    """A standalone SVG as part of a page: it shrinks to the width of the page and scrolls when it is high."""
+def fitted(svg: str) -> str:
+    """A standalone SVG as part of a page: in its natural size, or as wide as there is room."""
     svg = svg[svg.index("<svg") :]
     width = re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
     natural = f"width:{float(width[1]) * 4 / 3:.0f}px;" if width else ""
-    svg = svg.replace("<svg ", f'<svg style="{natural}max-width:100%;height:auto;background:white" ', 1)
-    return f'<div style="overflow:auto;max-height:85vh">{prefixed(svg, f"n{displayed()}_")}</div>'
+    return svg.replace("<svg ", f'<svg style="{natural}max-width:100%;height:auto;background:white" ', 1)
+
+
+displayed = itertools.count(1).__next__
+
+
+def in_notebook(svg: str) -> str:
+    """A standalone SVG for one cell: it scrolls, and shown twice it has different ids."""
+    return f'<div style="overflow:auto;max-height:85vh">{prefixed(fitted(svg), f"n{displayed()}_")}</div>'
 
 
 def page(svg: str, title: str) -> str:
@@ -242,5 +246,5 @@ def page(svg: str, title: str) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width"></head>\n'
-        f'<body style="margin:1em;background:white">\n{svg}\n</body></html>\n'
+        f'<body style="margin:1em;background:white">\n{fitted(svg)}\n</body></html>\n'
     )

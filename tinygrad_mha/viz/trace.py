@@ -112,7 +112,7 @@ def is_data(op: Primitive, i: int, array: Any) -> bool:
         return False
     if op.name == "attention":
         return i < 3
-    return op.name in DATA_ARGUMENTS and not is_range(array)
+    return op.name in DATA_ARGUMENTS and not (op.name == "take" and is_range(array))
 
 
 def is_range(array: np.ndarray) -> bool:

@@ -1,0 +1,787 @@
+"""A graph shows each tensor once, under its name, with the formula, the values and the gradient that it really has."""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tinygrad_mha as tg
+from tinygrad_mha import engine, nn, ops
+from tinygrad_mha.viz import GraphTooLargeError, dot, heat
+from tinygrad_mha.viz.picture import Table
+
+
+def two_heads(seed=0, heads=2, causal=True):
+    """The attention of the paper in prime dimensions, written out: X 3x5, heads of 7 and 11, Y 3x5."""
+    rng = np.random.default_rng(seed)
+
+    def parameter(n, m, name):
+        return tg.Tensor(rng.normal(size=(n, m)), requires_grad=True, name=name)
+
+    X = tg.Tensor(rng.normal(size=(3, 5)), requires_grad=True, name="X")
+    H = []
+    for i in range(1, heads + 1):
+        with engine.scope(f"head {i}"):
+            Q = (X @ parameter(5, 7, f"W_Q{i}")).named(f"Q_{i}")
+            K = (X @ parameter(5, 7, f"W_K{i}")).named(f"K_{i}")
+            V = (X @ parameter(5, 11, f"W_V{i}")).named(f"V_{i}")
+            scores = (Q @ K.T / np.sqrt(7)).named(f"scores_{i}")
+            S = ops.softmax(ops.mask(scores, nn.causal(3)) if causal else scores).named(f"S_{i}")
+            H.append((S @ V).named(f"H_{i}"))
+    concat = ops.concat(H, axis=-1).named("Concat")
+    return (concat @ parameter(11 * heads, 5, "W_O")).named("Y")
+
+
+def swept(y, seed=1):
+    y.backward(np.random.default_rng(seed).normal(size=y.shape))
+    return y
+
+
+def gpt(**options):
+    config = {"vocab_size": 13, "block_size": 7, "n_layer": 4, "n_head": 2, "n_embd": 6} | options
+    return nn.GPT(nn.GPTConfig(**config)).eval()
+
+
+IDS = np.array([[3, 1, 4, 1, 5]])
+
+
+def boxes(graph):
+    """The boxes by title; a title that occurs twice fails."""
+    found = {}
+    for node in graph.picture.nodes:
+        assert node.title not in found, node.title
+        found[node.title] = node
+    return found
+
+
+def titles(graph):
+    return [node.title for node in graph.picture.nodes]
+
+
+def arrows(graph):
+    """Pairs of titles, in order."""
+    title = {node.id: node.title for node in graph.picture.nodes}
+    return [(title[edge.source], title[edge.target]) for edge in graph.picture.edges]
+
+
+def frame_of(graph, title):
+    """The titles of the frames around a box, inner ones first."""
+    clusters = {cluster.id: cluster for cluster in graph.picture.clusters}
+    cluster, path = next(node.cluster for node in graph.picture.nodes if node.title == title), []
+    while cluster is not None:
+        path.append(clusters[cluster].title)
+        cluster = clusters[cluster].parent
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is in a box
+
+
+def test_every_tensor_of_two_heads_is_one_box_with_its_name_and_shape():
+    shown = {node.title: node.shape for node in tg.graph(two_heads()).picture.nodes}
+    expected = {"X": "3×5", "Concat": "3×22", "W_O": "22×5", "Y": "3×5"}
+    for i in (1, 2):
+        expected |= {f"W_Q{i}": "5×7", f"W_K{i}": "5×7", f"W_V{i}": "5×11", f"Q_{i}": "3×7", f"K_{i}": "3×7"}
+        expected |= {f"V_{i}": "3×11", f"scores_{i}": "3×3", f"S_{i}": "3×3", f"H_{i}": "3×11"}
+    assert shown == expected
+
+
+@pytest.mark.parametrize(
+    ("title", "formula"),
+    [
+        ("Q_1", "X @ W_Q1"),
+        ("scores_1", "scaled: Q_1 @ K_1ᵀ / √7"),
+        ("S_1", "attention: softmax over each row, causal mask"),
+        ("H_2", "S_2 @ V_2"),
+        ("Concat", "[H_1 | H_2]"),
+        ("Y", "output: Concat @ W_O"),
+        ("W_O", "parameter"),
+        ("X", "input"),
+    ],
+)
+def test_a_formula_is_written_as_in_the_paper(title, formula):
+    assert " ".join(boxes(tg.graph(two_heads()))[title].lines) == formula
+
+
+def test_brackets_stand_where_they_are_needed_and_nowhere_else():
+    a, b, c = (tg.Tensor(np.ones((2, 2)), requires_grad=True, name=name) for name in "abc")
+    for y, formula in (
+        ((a + b) * 2, "2 · (a + b)"),
+        ((a * b) * 2, "2 · (a * b)"),
+        ((a @ b).T / 3, "bᵀ @ aᵀ / 3"),
+        (-(a - b), "−(a − b)"),
+        ((a + 1) ** 2 - b, "(a + 1)² − b"),
+        (ops.sqrt(ops.sum(a, axis=-1) + 1), "√(row sum(a) + 1)"),
+        (a[0, 1:] * c, "a[0, 1:] * c"),
+        ((a * 0.25) @ c, "a / 4 @ c"),
+        (a @ c * 0.25, "scaled: a @ c / √16"),
+    ):
+        assert " ".join(boxes(tg.graph(y))["output"].lines).removeprefix("output: ") == formula
+
+
+def test_constants_are_part_of_formulas_and_never_boxes():
+    x = tg.Tensor(np.ones((3, 5)), requires_grad=True, name="x")
+    y = ops.where(np.ones((3, 5), bool), (x * 2 + 1) * np.full((3, 5), 3.0), 0.0)
+    assert titles(tg.graph(y)) == ["x", "output"]
+
+
+def test_data_is_a_box_though_it_was_given_as_an_array():
+    model = gpt()
+    logits = model(IDS)
+    loss = ops.cross_entropy(np.ones((3, 5)) @ logits[0, :, :5], np.array([1, 2, 3]))
+    shown = {node.title: node for node in tg.graph(loss).picture.nodes}
+    assert shown["ids"].shape == "1×5"
+    assert shown["targets"].shape == "3"
+    assert shown["input"].shape == "3×5"
+    assert "0…4" in " ".join(shown["wpe"].lines)  # positions that count are no data
+
+
+def test_what_a_module_uses_and_does_not_own_is_an_input():
+    mha = nn.MultiHeadAttention(5, 1, rng=0)
+    given = tg.Tensor(np.ones((3, 5), dtype=np.float32), requires_grad=True)
+    graph = tg.graph(mha(given))
+    assert boxes(graph)["input"].kind == "input"
+    assert frame_of(graph, "input") == []
+    assert frame_of(graph, "W_Q") == ["MultiHeadAttention"]
+
+
+def test_input_parameter_attention_and_output_are_told_in_words_too():
+    shown = boxes(tg.graph(two_heads()))
+    for title, word in (("X", "input"), ("W_V2", "parameter"), ("S_1", "attention"), ("Y", "output")):
+        assert shown[title].kind == word
+        assert shown[title].lines[0].startswith(word)
+
+
+def test_a_softmax_is_attention_only_where_a_product_consumes_it():
+    x = tg.Tensor(np.ones((3, 3)), requires_grad=True, name="x")
+    weights, plain = ops.softmax(x).named("S"), ops.softmax(x).named("P")
+    shown = boxes(tg.graph([weights @ x, plain + 1]))
+    assert shown["S"].kind == "attention"
+    assert shown["P"].kind == "op"
+
+
+def test_slices_of_a_parameter_are_drawn_as_the_matrices_of_the_heads():
+    shown = boxes(tg.graph(swept(nn.MultiHeadAttention(5, 2, d_k=7, d_v=11, rng=0).per_head(np.ones((3, 5))))))
+    assert {"W_Q1", "W_Q2", "W_K1", "W_K2", "W_V1", "W_V2"} < set(shown)
+    assert "W_Q" not in shown
+    assert shown["W_Q2"].kind == "parameter"
+    assert shown["W_Q2"].lines == ["parameter", "W_Q[:, 7:14]"]
+
+
+def test_unnamed_tensors_are_called_by_what_made_them_and_numbered():
+    x = tg.Tensor(np.ones((3, 5)), requires_grad=True)
+    w = tg.Tensor(np.ones((5, 5)), requires_grad=True)
+    y = ((x @ w).relu() @ w).relu()
+    assert titles(tg.graph(y)) == ["input", "parameter", "matmul_1", "relu", "matmul_2", "output"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Values and gradients
+
+
+def test_tables_hold_the_values_and_the_gradients_of_the_run():
+    y = swept(two_heads())
+    concat = y.node.inputs[0]
+    node = boxes(tg.graph(y))["Concat"]
+    assert np.array_equal(node.value.data[0], concat.numpy())
+    assert np.array_equal(node.gradient.data[0], concat.grad)
+    assert (node.value.palette, node.gradient.palette) == ("value", "gradient")
+
+
+def test_three_states_of_a_gradient_are_told_apart():
+    x = tg.Tensor(np.ones((3, 5)), name="x")
+    w = tg.Tensor(np.ones((5, 2)), requires_grad=True, name="w")
+    y = (x @ w).named("y")
+    before = boxes(tg.graph(y))
+    assert before["w"].gradient == before["y"].gradient == "gradient: not computed"
+    assert before["x"].gradient == "gradient: not required"
+    after = boxes(tg.graph(swept(y)))
+    assert isinstance(after["w"].gradient, Table)
+    assert after["x"].gradient == "gradient: not required"
+
+
+def test_no_gradient_is_drawn_before_backward():
+    text = tg.graph(two_heads()).dot
+    assert heat.COLOURS["gradient"][heat.STEPS][0] not in text
+    assert "gradient ±" not in text
+
+
+def test_a_recording_without_gradients_says_nothing_about_them():
+    model = gpt()
+    with tg.no_grad(), tg.record():
+        logits = model(IDS)
+    graph = tg.graph(logits, values=True)
+    assert len(graph.picture.nodes) == 32
+    assert boxes_titled(graph, "wte.weight")[0].value is not None
+    assert "gradient" not in graph.dot
+
+
+def test_a_graph_is_a_snapshot():
+    x = tg.Tensor([[1.0, 2.0]], requires_grad=True, name="x")
+    y = (x * x).sum()
+    graph = tg.graph(y)
+    text = graph.dot
+    y.backward()
+    x.assign_([[5.0, 6.0]])
+    assert graph.dot == text
+    assert np.array_equal(boxes(graph)["x"].value.data[0], [[1.0, 2.0]])
+
+
+def test_a_graph_keeps_no_tensor_alive():
+    y = two_heads()
+    intermediate = weakref.ref(y.node.inputs[0])
+    graph = tg.graph(y)
+    del y
+    gc.collect()
+    assert intermediate() is None
+    assert graph.dot
+
+
+def test_values_and_gradients_can_be_left_out():
+    graph = tg.graph(swept(two_heads()), values=False, grads=False)
+    assert all(node.value is None and node.gradient is None for node in graph.picture.nodes)
+
+
+def test_large_tensors_have_no_table():
+    x = tg.Tensor(np.ones((300, 300)), name="x")
+    assert boxes(tg.graph(x, values=True))["x"].value is None
+
+
+def test_several_matrices_stand_beside_each_other():
+    x = tg.Tensor(np.arange(2 * 3 * 5.0).reshape(2, 3, 5), name="x")
+    node = boxes(tg.graph(x))["x"]
+    assert node.value.data.shape == (2, 3, 5)
+    assert node.shape == "2×3×5"
+
+
+def test_nan_and_infinity_are_marked_and_counted():
+    x = tg.Tensor([[np.nan, 1.0, np.inf, -np.inf]], name="x")
+    graph = tg.graph(x)
+    assert boxes(graph)["x"].warning == "1 × nan, 1 × ∞, 1 × −∞"
+    for text in ("nan", "∞", "−∞"):
+        assert f">{text}</FONT>" in graph.dot
+    wide = tg.graph(tg.Tensor([[np.nan] * 7], name="x")).dot
+    assert wide.count(heat.NOT_A_NUMBER + '"><FONT') == 7
+
+
+def test_minus_infinity_is_no_fault_where_a_mask_put_it():
+    y = ops.mask(tg.Tensor(np.ones((3, 3)), requires_grad=True), nn.causal(3)).named("masked")
+    assert boxes(tg.graph(y))["masked"].warning == ""
+
+
+def test_zero_is_light_grey_and_the_extremes_have_the_colours_of_the_palette():
+    assert heat.shade(0.0, 2.0, "value")[0] == "#eef0f2"
+    assert heat.shade(-2.0, 2.0, "value") == ("#2166ac", "#ffffff")
+    assert heat.shade(2.0, 2.0, "value")[0] == "#d6601e"
+    assert heat.shade(1.0, 0.1, "attention")[0] == "#54278f"  # a fixed scale, whatever the largest weight
+    assert heat.shade(0.0, 0.0, "gradient")[0] == "#eef0f2"
+
+
+def test_numbers_are_written_with_two_decimals_and_a_real_minus():
+    assert [heat.written(x) for x in (0.0, -1.234, 0.001, -0.001, 12345.0, 3, True)] == [
+        "0.00",
+        "−1.23",
+        "0.00",
+        "−0.00",
+        "1e4",
+        "3",
+        "1",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which tensors
+
+
+def test_several_outputs_are_one_graph_with_the_trunk_once():
+    x = tg.Tensor([1.0, 2.0], requires_grad=True, name="x")
+    trunk = x.exp().named("trunk")
+    y1, y2 = (trunk * x).named("y1"), (trunk + x).named("y2")
+    for y in ([y1, y2], (y1, y2), {"first": y1, "second": [y2]}):
+        assert sorted(titles(tg.graph(y))) == ["trunk", "x", "y1", "y2"]
+
+
+def test_a_dict_names_outputs_that_have_no_name():
+    x = tg.Tensor([1.0], requires_grad=True, name="x")
+    assert titles(tg.graph({"doubled": x * 2, "more": (x + x).named("kept")})) == ["x", "doubled", "kept"]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_leaf_is_a_graph_of_one_box(requires_grad):
+    graph = tg.graph(tg.Tensor([1.0], requires_grad=requires_grad, name="leaf"))
+    assert titles(graph) == ["leaf"]
+    assert graph.picture.edges == []
+
+
+def test_an_output_that_needs_no_gradient_is_drawn():
+    with tg.record():
+        y = (tg.Tensor([1.0], name="a") + tg.Tensor([2.0], name="b")).named("c")
+    assert arrows(tg.graph(y)) == [("a", "c"), ("b", "c")]
+
+
+def test_names_come_from_a_mapping_and_the_rest_is_called_by_its_kind():
+    x, w, b = tg.Tensor(np.ones((3, 5))), *(tg.Tensor(np.ones(s), requires_grad=True) for s in ((5, 2), (2,)))
+    graph = tg.graph(ops.linear(x, w, b), names={"x": x, None: b, "other": tg.Tensor(0.0), "number": 3})
+    assert titles(graph) == ["x", "weight", "bias", "output"]
+
+
+def test_equal_names_are_two_boxes():
+    a, b = (tg.Tensor([1.0], requires_grad=True, name="same") for _ in range(2))
+    graph = tg.graph((a * b).named("y"))
+    assert titles(graph) == ["same", "same", "y"]
+    assert len({node.id for node in graph.picture.nodes}) == 3
+
+
+def test_a_tensor_used_twice_has_two_arrows():
+    x = tg.Tensor([2.0], requires_grad=True, name="x")
+    assert arrows(tg.graph((x * x).named("y"))) == [("x", "y"), ("x", "y")]
+
+
+@pytest.mark.parametrize("wrong", [3, "y", np.ones(3), [1, 2], None])
+def test_what_is_no_tensor_is_refused(wrong):
+    with pytest.raises(TypeError, match="Tensor, or a list, tuple or dict"):
+        tg.graph(wrong)
+
+
+def test_no_tensor_at_all_is_refused():
+    with pytest.raises(ValueError, match="no tensor"):
+        tg.graph([])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Folding
+
+
+def test_folding_keeps_every_named_tensor_and_every_path():
+    x = tg.Tensor(np.ones((3, 5)), requires_grad=True, name="x")
+    middle = (x.T * 2).named("middle")
+    y = (middle.reshape(15) + 1).exp().named("y")
+    assert arrows(tg.graph(y)) == [("x", "middle"), ("middle", "y")]
+    assert " ".join(boxes(tg.graph(y))["y"].lines) == "output: exp(middle + 1)"
+
+
+def test_without_folding_each_operation_has_its_box():
+    y = two_heads()
+    nodes = sum(tensor.node is not None for tensor in engine.toposort([y], everything=True))
+    graph = tg.graph(y, fold=False)
+    assert sum(node.kind not in ("input", "parameter") for node in graph.picture.nodes) == nodes
+
+
+def test_separate_operations_are_ovals_between_operands_and_results():
+    x = tg.Tensor([[1.0, 2.0]], name="x")
+    w = tg.Tensor([[3.0], [4.0]], requires_grad=True, name="w")
+    graph = tg.graph((x @ w).tanh().named("y"), ops="separate")
+    assert [node.title for node in graph.picture.nodes if node.kind == "operation"] == ["matmul", "tanh"]
+    assert arrows(graph)[:2] == [("x", "matmul"), ("w", "matmul")]
+    assert ("tanh", "y") in arrows(graph)
+    assert "shape=oval" in graph.dot
+
+
+def test_a_fused_primitive_opens_into_its_steps_with_their_gradients():
+    rng = np.random.default_rng(3)
+    q, k, v = (tg.Tensor(rng.normal(size=shape), requires_grad=True) for shape in ((3, 7), (5, 7), (5, 11)))
+    allow = nn.causal(3, 5)
+    fused = swept(ops.attention(q, k, v, allow).named("y"))
+    steps_y, steps = nn.attention(q, k, v, allow=allow, trace=True)
+    swept(steps_y)
+
+    closed, opened = tg.graph(fused), tg.graph(fused, expand="attention")
+    assert len(opened.picture.nodes) > len(closed.picture.nodes)
+    weights = boxes(opened)["weights"]
+    np.testing.assert_allclose(weights.value.data[0], steps.weights.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(weights.gradient.data[0], steps.weights.grad, rtol=1e-12)
+    assert boxes(opened)["y"].kind == "output"
+
+
+def test_a_chain_of_thousands_is_drawn_box_by_box():
+    y = x = tg.Tensor([1.0], requires_grad=True, name="x")
+    for _ in range(5_000):
+        y = y * x
+    graph = tg.graph(y, fold=False, max_nodes=None)
+    assert len(graph.picture.nodes) == 5_001
+    assert len(graph.picture.edges) == 10_000
+
+
+def test_a_shared_value_is_visited_once():
+    y = tg.Tensor([1.0], requires_grad=True)
+    for _ in range(60):
+        y = y + y
+    graph = tg.graph(y)
+    assert len(graph.picture.nodes) == 61
+    assert len(graph.picture.edges) == 120
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modules
+
+
+def test_modules_are_frames_under_the_names_that_people_gave_them():
+    model = gpt(n_layer=2)
+    graph = tg.graph(model(IDS))
+    assert [c.title for c in graph.picture.clusters] == ["GPT", "h.0", "attn", "mlp", "h.1", "attn", "mlp"]
+    assert frame_of(graph, "output") == ["GPT"]
+    assert {"W_QKV", "c_attn.bias", "ln_1.weight", "wte.weight"} < set(titles(graph))
+
+
+def test_a_leaf_belongs_where_it_is_used_and_an_input_outside():
+    graph = tg.graph(two_heads())
+    assert frame_of(graph, "W_Q1") == ["head 1"]
+    assert frame_of(graph, "W_V2") == ["head 2"]
+    assert frame_of(graph, "X") == frame_of(graph, "W_O") == []
+
+
+def test_depth_closes_modules_and_says_class_shape_and_parameters():
+    model = gpt()
+    shown = boxes(tg.graph(model(IDS), depth=1))
+    assert {"ids", "wte", "wpe", "+", "h.0…3  ×4", "ln_f", "lm_head"} == set(shown)
+    block = shown["h.0…3  ×4"]
+    assert (block.lines, block.shape) == (["Block"], "1×5×6")
+    assert block.parameters == f"{model.h[0].count():,} parameters each"
+    assert [len(tg.graph(model(IDS), depth=depth).picture.nodes) for depth in (0, 1)] == [2, 7]
+
+
+def test_collapse_and_expand_take_paths_patterns_classes_and_predicates():
+    logits = gpt(n_layer=2)(IDS)
+    assert "h.1" in titles(tg.graph(logits, collapse="h.1"))
+    assert "h.0" not in titles(tg.graph(logits, collapse="h.1"))
+    assert titles(tg.graph(logits, collapse="h.*.mlp")).count("mlp") == 2
+    assert titles(tg.graph(logits, collapse="CausalSelfAttention")).count("attn") == 2
+    assert titles(tg.graph(logits, collapse=lambda path: path.endswith("ln_2"))).count("ln_2") == 2
+    opened = tg.graph(logits, depth=1, expand="h.1.attn")
+    assert "h.0" in titles(opened)
+    assert frame_of(opened, "c_attn") == ["attn", "h.1", "GPT"]
+
+
+def test_equal_blocks_fold_to_one_and_an_expanded_one_stands_alone():
+    logits = gpt(n_layer=7)(IDS)
+    assert "h.0…6  ×7" in frame_titles(tg.graph(logits))
+    opened = frame_titles(tg.graph(logits, depth=1, expand="h.3"))
+    assert "h.3" in opened
+    assert [title for title in titles(tg.graph(logits, depth=1, expand="h.3")) if "×" in title] == [
+        "h.0…2  ×3",
+        "h.4…6  ×3",
+    ]
+    assert sum(title.startswith("h.") for title in frame_titles(tg.graph(logits, fold=False))) == 7
+
+
+def frame_titles(graph):
+    return [cluster.title for cluster in graph.picture.clusters]
+
+
+def test_blocks_that_differ_do_not_fold():
+    model = gpt(n_layer=3)
+    model.h[1].mlp.c_fc.bias = None
+    assert [t for t in titles(tg.graph(model(IDS), depth=1)) if t.startswith("h.")] == ["h.0", "h.1", "h.2"]
+
+
+def test_heads_side_by_side_fold_too_and_open_on_request():
+    y = two_heads(heads=8)
+    folded = tg.graph(y)
+    assert frame_titles(folded) == ["head 1…8  ×8"]
+    assert [edge.label for edge in folded.picture.edges if edge.label] == ["×8"]
+    assert len(frame_titles(tg.graph(y, expand="head *"))) == 8
+
+
+def test_a_large_gpt_fits_on_one_screen():
+    assert len(tg.graph(gpt(n_layer=12)(IDS), depth=2).picture.nodes) < 16
+
+
+def test_residual_arrows_are_drawn_as_such():
+    graph = tg.graph(gpt(n_layer=1)(IDS), depth=2)
+    residual = [edge for edge in graph.picture.edges if edge.kind == "residual"]
+    assert [edge.label for edge in residual] == ["residual", "residual"]
+    title = {node.id: node.title for node in graph.picture.nodes}
+    assert [(title[edge.source], title[edge.target]) for edge in residual] == [("+", "+"), ("+", "+")]
+
+
+def test_a_sum_of_two_branches_is_no_residual():
+    x = tg.Tensor(np.ones((3, 5)), requires_grad=True, name="x")
+    w = tg.Tensor(np.ones((5, 5)), requires_grad=True, name="w")
+    graph = tg.graph((x @ w) + (x * x))
+    assert all(edge.kind != "residual" for edge in graph.picture.edges)
+
+
+def test_parameters_have_names_though_their_module_is_gone():
+    shown = titles(tg.graph(gpt(n_layer=1)(IDS)))
+    assert {"W_QKV", "c_attn.bias", "ln_1.weight", "ln_f.bias", "wpe.weight"} < set(shown)
+
+
+def test_tied_weights_are_one_box():
+    model = gpt()
+    graph = tg.graph(model(IDS))
+    tied = boxes_titled(graph, "wte.weight")
+    assert len(tied) == 1
+    assert sum(edge.source == tied[0].id for edge in graph.picture.edges) == 2
+    closed = tg.graph(model(IDS), depth=1)
+    assert boxes(closed)["lm_head"].parameters == "tied to wte"
+    assert [edge.label for edge in closed.picture.edges if edge.label] == ["tied"]
+
+
+def boxes_titled(graph, title):
+    return [node for node in graph.picture.nodes if node.title == title]
+
+
+def test_a_pattern_that_means_nothing_is_refused_with_what_there_is():
+    with pytest.raises(ValueError, match=r"'h\.9' means nothing.*h\.0.*attention"):
+        tg.graph(gpt()(IDS), expand="h.9")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ops": "apart"}, ValueError),
+        ({"direction": "down"}, ValueError),
+        ({"values": "some"}, ValueError),
+        ({"engine": "neato"}, ValueError),
+        ({"depth": -1}, ValueError),
+        ({"max_nodes": 0}, ValueError),
+        ({"collapse": [3]}, TypeError),
+    ],
+)
+def test_an_option_out_of_range_is_refused(options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        tg.graph(tg.Tensor([1.0]), **options)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Size
+
+
+def test_too_many_boxes_are_refused_with_the_depth_that_fits():
+    logits = gpt(n_layer=5)(IDS)
+    with pytest.raises(GraphTooLargeError, match=r"depth=\d would fit") as caught:
+        tg.graph(logits, fold=False, max_nodes=30)
+    fitting = int(re.search(r"depth=(\d)", str(caught.value))[1])
+    assert len(tg.graph(logits, fold=False, max_nodes=30, depth=fitting).picture.nodes) <= 30
+    with pytest.raises(GraphTooLargeError):
+        tg.graph(logits, fold=False, max_nodes=30, depth=fitting + 1)
+
+
+def test_a_long_chain_is_refused_before_it_is_built():
+    y = x = tg.Tensor([1.0], requires_grad=True)
+    for _ in range(20_000):
+        y = y * x
+    with pytest.raises(GraphTooLargeError, match="no module is there that could be closed"):
+        tg.graph(y)
+
+
+def test_a_long_run_inside_of_a_module_is_refused_with_a_depth():
+    class Long(nn.Module):
+        def forward(self, x):
+            y = x
+            for _ in range(20_000):
+                y = y * x
+            return y
+
+    module = Long()
+    y = module(tg.Tensor([1.0], requires_grad=True))
+    with pytest.raises(GraphTooLargeError, match="depth=0 would fit"):
+        tg.graph(y)
+    assert len(tg.graph(y, depth=0).picture.nodes) == 2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Backward
+
+
+def test_the_backward_is_drawn_beside_the_forward_with_the_gradients_of_the_engine():
+    y = swept(two_heads())
+    graph = tg.graph(y, backward=True)
+    shown = boxes(graph)
+    for tensor in engine.toposort([y]):
+        if tensor.name:
+            drawn = shown[f"∂L/∂{tensor.name}"]
+            np.testing.assert_allclose(drawn.value.data[0], tensor.grad, rtol=1e-12, atol=1e-15)
+    assert frame_of(graph, "∂L/∂Q_1") == ["head 1", "backward"]
+    assert frame_of(graph, "Q_1") == ["head 1", "forward"]
+    ids = {node.title: node.id for node in graph.picture.nodes}
+    assert (ids["S_2"], ids["∂L/∂S_2"]) in graph.picture.pairs
+
+
+@pytest.mark.parametrize(
+    ("title", "formula"),
+    [
+        ("∂L/∂V_1", "S_1ᵀ @ ∂L/∂H_1"),
+        ("∂L/∂S_1", "∂L/∂H_1 @ V_1ᵀ"),
+        ("∂L/∂scores_1", "S_1 * (∂L/∂S_1 − row sum(∂L/∂S_1 * S_1)) where allowed"),
+        ("∂L/∂Q_1", "∂L/∂scores_1 / √7 @ K_1"),
+        ("∂L/∂K_1", "(∂L/∂scores_1 / √7)ᵀ @ Q_1"),
+        ("∂L/∂W_Q1", "Xᵀ @ ∂L/∂Q_1"),
+        ("∂L/∂H_2", "∂L/∂Concat[:, 11:22]"),
+        ("∂L/∂Y", "as given"),
+    ],
+)
+def test_a_gradient_has_the_formula_of_the_derivation(title, formula):
+    assert " ".join(boxes(tg.graph(swept(two_heads()), backward=True))[title].lines) == formula
+
+
+def test_drawing_a_backward_touches_no_gradient():
+    x = tg.Tensor([1.0, 2.0], requires_grad=True, name="x")
+    y = (x * x).sum().named("y")
+    graph = tg.graph(y, backward=True)
+    assert x.grad is None
+    assert y.grad is None
+    assert engine.STATE.get() == engine.State()
+    assert boxes(graph)["∂L/∂y"].lines == ["begins as 1"]
+
+
+def test_a_backward_of_several_elements_wants_their_gradient():
+    y = two_heads()
+    with pytest.raises(ValueError, match="call backward"):
+        tg.graph(y, backward=True)
+    with pytest.raises(ValueError, match="requires grad"):
+        tg.graph(tg.Tensor([1.0]), backward=True)
+    with pytest.raises(ValueError, match="one output"):
+        tg.graph([swept(y), y * 2], backward=True)
+
+
+def test_gradients_flow_up_beside_a_forward_that_flows_down():
+    graph = tg.graph(swept(two_heads()), backward=True)
+    ids = {node.title: node.id for node in graph.picture.nodes}
+    assert f"{ids['∂L/∂S_1']} -> {ids['∂L/∂H_1']}" in graph.dot  # told the other way round, with the arrow at its tail
+    assert "dir=back" in graph.dot
+    assert f"{{ rank=same {ids['H_1']} {ids['∂L/∂H_1']} }}" in graph.dot
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Two graphs
+
+
+def test_equal_graphs_have_no_difference():
+    diff = tg.graph_diff(two_heads(seed=0), two_heads(seed=1))
+    assert all(x.change == "same" for x in (*diff.picture.nodes, *diff.picture.edges))
+    assert len(diff.picture.nodes) == 2 * len(tg.graph(two_heads()).picture.nodes)
+
+
+def test_pre_norm_against_post_norm_differs_in_its_arrows():
+    models = [gpt(norm=norm) for norm in ("pre", "post")]
+    diff = tg.graph_diff(*(model(IDS) for model in models), depth=2)
+    changed = {(node.title, node.change) for node in diff.picture.nodes if node.change != "same"}
+    assert changed == {("ln_f", "left")}
+    title = {node.id: node.title for node in diff.picture.nodes}
+    only = [
+        {(title[e.source], title[e.target]) for e in diff.picture.edges if e.change == s} for s in ("left", "right")
+    ]
+    assert ("ln_1", "attn") in only[0]
+    assert ("ln_2", "mlp") in only[0]
+    assert ("+", "ln_1") in only[1]
+    assert "only on the left: 1 box" in diff.picture.caption[0]
+    assert "− ln_f" in diff.dot
+
+
+def test_graphs_are_compared_as_they_are():
+    a, b = tg.graph(two_heads(causal=False)), tg.graph(two_heads())
+    assert tg.graph_diff(a, b).dot == tg.graph_diff(two_heads(causal=False), two_heads()).dot
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# DOT text
+
+
+def test_the_text_is_the_same_in_every_process():
+    here = Path(__file__).parent
+    script = (
+        "import test_graph as t, tinygrad_mha as tg, sys; sys.stdout.reconfigure(encoding='utf-8');"
+        "y = t.swept(t.two_heads()); print(tg.graph(y).dot + tg.graph(y, backward=True).dot"
+        " + tg.graph(t.gpt()(t.IDS), depth=2, expand='attention').dot)"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=here,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 100_000
+
+
+def test_the_same_run_has_the_same_text():
+    assert tg.graph(swept(two_heads())).dot == tg.graph(swept(two_heads())).dot
+
+
+ODD_NAMES = [
+    "\\",
+    "a\\",
+    'say "hi"',
+    'a\\"b',
+    "C:\\new\\lib",
+    "{x|y}",
+    "<f0>",
+    "a:b",
+    "日本語 😀",
+    "查询",
+    "a<b",
+    "R&D",
+]
+ODD_NAMES += ["</TABLE>", "&#27;&lt;", "\\N", "\\G", "a]]>b", "<!-- x -->", "%3", "t1", "node", "'", "--", "->"]
+
+
+@given(st.one_of(st.sampled_from(ODD_NAMES), st.text(min_size=1)))
+def test_any_text_survives_the_label_of_a_box(text):
+    label = ElementTree.fromstring(f"<TD>{dot.escaped(text).replace('<BR/>', '&#10;')}</TD>").text
+    lines = dot.fit(text).replace("\r\n", "\n").replace("\r", "\n").replace("\t", " ")
+    assert label.replace("\\\\", "\\") == lines
+
+
+@given(st.text())
+def test_any_text_survives_a_quoted_string(text):
+    said = dot.quoted(text)
+    assert re.fullmatch(r'"([^"\\\n]|\\.)*"', said)
+    unquoted = re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), said[1:-1])
+    assert unescape(unquoted) == unescape(
+        unescape(dot.fit(text).replace("&", "&amp;")).replace("&", "&amp;").replace("\r\n", "\n").replace("\r", "\n")
+    )
+
+
+def test_no_label_has_an_empty_font():
+    text = tg.graph(gpt()(IDS), depth=1).dot + tg.graph(tg.Tensor([1.0]), ops="separate").dot
+    assert not re.search(r"<(FONT|B)[^>]*></\1>", text)
+
+
+def test_left_to_right_is_another_direction_of_the_same_graph():
+    down, right = (tg.graph(two_heads(), direction=direction).dot for direction in ("TB", "LR"))
+    assert "rankdir=LR" in right
+    assert ":e -> " in right
+    assert down.count("->") == right.count("->")
+
+
+def test_the_matrices_of_a_head_keep_their_order():
+    text = tg.graph(two_heads()).dot
+    ids = {node.title: node.id for node in tg.graph(two_heads()).picture.nodes}
+    for row in (("Q_1", "K_1", "V_1"), ("W_Q2", "W_K2", "W_V2")):
+        assert f"{{ rank=same {' -> '.join(ids[name] for name in row)} [style=invis] }}" in text
+
+
+def test_only_used_palettes_are_in_the_legend():
+    assert "gradient  −max" not in tg.graph(two_heads()).dot
+    assert "gradient  −max" in tg.graph(swept(two_heads())).dot
+    assert "−max" not in tg.graph(gpt()(IDS), depth=1).dot
+
+
+def test_boxes_come_in_the_order_of_the_run():
+    graph = tg.graph(two_heads(), fold=False)
+    order = {node.id: i for i, node in enumerate(graph.picture.nodes)}
+    assert all(order[edge.source] < order[edge.target] for edge in graph.picture.edges)
+    assert all(int(a.id[1:]) < int(b.id[1:]) for a, b in pairwise(graph.picture.nodes))
+
+
+def test_the_representation_says_what_there_is():
+    assert repr(tg.graph(two_heads())) == '<graph of Y: 22 boxes, 26 arrows; .save("graph.svg"), .svg() or .dot>'
+    json.dumps(tg.graph(two_heads()).title)

@@ -1,0 +1,351 @@
+"""Whatever Graphviz is there draws every box; whatever is broken is passed over; and nothing is half written."""
+
+import os
+import sys
+import textwrap
+from xml.etree import ElementTree
+
+import graphviz
+import numpy as np
+import pytest
+from test_graph import IDS, ODD_NAMES, boxes, gpt, swept, two_heads
+
+import tinygrad_mha as tg
+from tinygrad_mha import ops
+from tinygrad_mha.viz import NoEngineError, render
+
+SVG = "{http://www.w3.org/2000/svg}"
+posix = pytest.mark.skipif(os.name == "nt", reason="the engines made up here are scripts with a #! line")
+
+
+@pytest.fixture(params=list(render.ENGINES))
+def engine(request):
+    """Each engine that works here, in turn."""
+    try:
+        command = render.ENGINES[request.param]()
+    except render.EngineFailedError as error:
+        pytest.skip(f"{request.param} does not work here: {error}")
+    if command is None:
+        pytest.skip(f"{request.param} is not installed")
+    return request.param
+
+
+@pytest.fixture
+def no_engine(monkeypatch, tmp_path):
+    """A machine without Graphviz in any form."""
+    empty = tmp_path / "empty path"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.setitem(sys.modules, "pygraphviz", None)
+
+
+@pytest.fixture
+def fake_dot(monkeypatch, tmp_path):
+    """`fake_dot(body)` puts a program `dot` in front of everything: Python, with `outputs` as {format: path}."""
+
+    def make(body):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "dot"
+        head = f"""\
+            #!{sys.executable}
+            import re, sys, time
+            if "-V" in sys.argv: sys.exit(print("dot - graphviz version 0.0", file=sys.stderr))
+            flags = [a[2:] for a in sys.argv if a.startswith("-T")]
+            files = [b for a, b in zip(sys.argv, sys.argv[1:]) if a == "-o"]
+            outputs, source = dict(zip(flags, files)), open(sys.argv[-1], encoding="utf-8").read()
+        """
+        program.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+@pytest.fixture
+def good_second(monkeypatch, tmp_path):
+    """In place of the second engine one that certainly works: it writes the boxes that the DOT text has."""
+    program = tmp_path / "good.py"
+    program.write_text(
+        textwrap.dedent("""\
+            import re, sys
+            source, outputs = open(sys.argv[1], encoding="utf-8").read(), dict(zip(sys.argv[2::2], sys.argv[3::2]))
+            ids = re.findall(r"^\\t*(\\w+) \\[label", source, re.M)
+            box = '<g class="node"><title>{}</title><text>second</text><text>engine</text></g>'
+            boxes = "".join(map(box.format, ids))
+            for name, path in outputs.items():
+                svg = f'<svg xmlns="http://www.w3.org/2000/svg">{boxes}</svg>'
+                open(path, "w").write(svg if name == "svg" else "second engine")
+        """)
+    )
+
+    def command(source, outputs):
+        return [sys.executable, str(program), str(source), *(str(x) for pair in outputs.items() for x in pair)]
+
+    monkeypatch.setitem(render.ENGINES, "pygraphviz", lambda: command)
+
+
+def texts(svg):
+    """The lines of text of each box, by its id."""
+    groups = [g for g in ElementTree.fromstring(svg).iter(f"{SVG}g") if g.get("class") == "node"]
+    return {g.findtext(f"{SVG}title"): [t.text for t in g.iter(f"{SVG}text")] for g in groups}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Every engine
+
+
+def test_every_engine_draws_every_box_with_its_name_and_shape(engine, capfd):
+    graph = tg.graph(swept(two_heads()), engine=engine)
+    drawn = texts(graph.svg())
+    assert set(drawn) == {node.id for node in graph.picture.nodes}
+    for node in graph.picture.nodes:
+        assert drawn[node.id][:2] == [node.title, node.shape]
+        assert " ".join(node.lines) in " ".join(drawn[node.id])
+    assert capfd.readouterr().err == ""
+
+
+def test_every_engine_shows_any_name(engine):
+    y = None
+    names = [*ODD_NAMES, "new\nline", "tab\there", "\x00\x1b", "\ud800", "é" * 200, "x" * 1000]
+    for name in names:
+        x = tg.Tensor([1.0], requires_grad=True, name=name)
+        y = x if y is None else ops.maximum(y, x).named("m" + name)
+    graph = tg.graph(y, engine=engine)
+    shown = [" ".join(lines) for lines in texts(graph.svg()).values()]
+    assert len(shown) == len(graph.picture.nodes) == 2 * len(names) - 1
+    for name in ODD_NAMES:
+        assert any(text.startswith(f"{name} 1 ") for text in shown), name
+    assert any(text.startswith("new line 1 ") for text in shown)
+    assert any(text.startswith("\ufffd\ufffd 1 ") for text in shown)
+
+
+@pytest.mark.parametrize("options", [{"backward": True}, {"ops": "separate"}, {"direction": "LR"}, {"fold": False}])
+def test_every_engine_draws_every_kind_of_graph(engine, options):
+    graph = tg.graph(swept(two_heads()), engine=engine, **options)
+    assert len(texts(graph.svg())) == len(graph.picture.nodes)
+
+
+def test_every_engine_draws_modules_differences_and_what_is_not_finite(engine):
+    model = gpt()
+    closed = tg.graph(model(IDS), depth=2, engine=engine)
+    assert len(texts(closed.svg())) == len(closed.picture.nodes)
+    diff = tg.graph_diff(closed, tg.graph(gpt(norm="post")(IDS), depth=2))
+    assert len(texts(diff.svg())) == len(diff.picture.nodes)
+    odd = tg.graph(tg.Tensor([[np.nan, np.inf, -np.inf, 0.0]], name="x"), engine=engine)
+    assert texts(odd.svg())["t0"][4:] == ["nan", "∞", "−∞", "0.00"]
+
+
+def test_images_and_documents_are_what_they_are_called(engine, tmp_path):
+    graph = tg.graph(swept(two_heads()), engine=engine)
+    for name, magic in (("x.png", b"\x89PNG\r\n\x1a\n"), ("x.pdf", b"%PDF"), ("x.svg", b"<?xml"), ("x.html", b"<!DOC")):
+        written = graph.save(tmp_path / name)
+        content = written.read_bytes()
+        assert content.startswith(magic)
+        assert len(content) > 5_000
+    width, height = np.frombuffer((tmp_path / "x.png").read_bytes()[16:24], ">u4")
+    assert width > 1_000
+    assert height > 1_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.html", "x.pdf", "x.png", "x.svg"]
+
+
+def test_the_picture_is_the_same_twice(engine, tmp_path):
+    first, second = (tg.graph(swept(two_heads()), engine=engine) for _ in range(2))
+    assert first.svg() == second.svg()
+    assert first.save(tmp_path / "a.html").read_bytes() == second.save(tmp_path / "b.html").read_bytes()
+
+
+def test_a_picture_asks_the_network_for_nothing(engine, tmp_path):
+    text = tg.graph(two_heads(), engine=engine).save(tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    addresses = {part.split('"')[0] for part in text.split('"http')[1:]}
+    assert addresses <= {"://www.w3.org/2000/svg", "://www.w3.org/1999/xlink"}
+    assert "<script" not in text
+    assert "<a " not in text
+
+
+def test_resting_the_pointer_on_a_box_tells_more(engine):
+    svg = tg.graph(two_heads(), engine=engine).svg()
+    told = [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")]
+    assert any("X, 3×5, float64\nmin" in text for text in told)
+    assert not any("%3" in text for text in told)
+
+
+def test_a_notebook_shows_it_twice_scaled_scrolling_and_with_different_ids(engine):
+    graph = tg.graph(two_heads(), engine=engine)
+    first, second = (graph._repr_mimebundle_() for _ in range(2))
+    assert list(first) == ["text/html", "image/svg+xml", "text/plain"]
+    html = first["text/html"]
+    assert "overflow:auto" in html
+    assert "max-width:100%" in html
+    assert "viewBox" in html
+    assert "<?xml" not in html
+    assert "<!DOCTYPE" not in html
+
+    def ids(html):
+        svg = ElementTree.fromstring(html)
+        return {element.get("id") for element in svg.iter() if element.get("id")}
+
+    assert ids(html)
+    assert not ids(html) & ids(second["text/html"])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# No engine
+
+
+def test_without_an_engine_the_text_is_there_and_the_rest_says_what_helps(no_engine, tmp_path):
+    graph = tg.graph(two_heads())
+    assert graph.dot.startswith("digraph")
+    for ask in (graph.svg, lambda: graph.save(tmp_path / "x.png"), lambda: graph.save(tmp_path / "x.html")):
+        with pytest.raises(NoEngineError, match=r'pip install "tinygrad_mha\[render\]"') as caught:
+            ask()
+        assert isinstance(caught.value, graphviz.ExecutableNotFound)
+        for word in ("dot is not installed", "pygraphviz is not installed", "apt", 'save("x.dot")'):
+            assert word in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty path"]
+
+
+def test_without_an_engine_dot_files_are_written(no_engine, tmp_path):
+    graph = tg.graph(two_heads())
+    for name in ("x.dot", "x.gv"):
+        assert graph.save(tmp_path / name).read_text(encoding="utf-8") == graph.dot
+
+
+def test_without_an_engine_a_notebook_shows_the_text_and_the_hint(no_engine):
+    shown = tg.graph(tg.Tensor([1.0], name="a<b"))._repr_mimebundle_()
+    assert "pip install" in shown["text/plain"]
+    assert "digraph" in shown["text/plain"]
+    assert "image/svg+xml" not in shown
+    assert "<TABLE" not in shown["text/html"]
+    assert "&lt;TABLE" in shown["text/html"]
+
+
+def test_an_engine_asked_for_by_name_has_no_substitute(no_engine, good_second):
+    assert "second" in tg.graph(two_heads()).svg()
+    with pytest.raises(NoEngineError, match="dot is not installed"):
+        tg.graph(two_heads(), engine="dot").svg()
+
+
+def test_an_unknown_ending_is_refused_with_those_that_are_known(tmp_path):
+    with pytest.raises(ValueError, match=r"\.svg, \.png, \.pdf, \.html, \.dot, \.gv, got .*x\.jpg"):
+        tg.graph(two_heads()).save(tmp_path / "x.jpg")
+    with pytest.raises(ValueError, match="got"):
+        tg.graph(two_heads()).save(tmp_path / "svg")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Broken engines
+
+BROKEN = {
+    "fails": ("print('no memory', file=sys.stderr); sys.exit(3)", "status 3: no memory"),
+    "writes nothing": ("", "no usable output"),
+    "writes half": ("open(outputs['svg'], 'w').write('<svg><g class=')", "no usable output"),
+    "drops labels": (
+        """
+        ids = re.findall(r"^\\t*(\\w+) \\[label", source, re.M)
+        boxes = "".join(f'<g class="node"><title>{i}</title><text>{i}</text></g>' for i in ids)
+        open(outputs["svg"], "w").write(f'<svg xmlns="http://www.w3.org/2000/svg">{boxes}</svg>')
+        """,
+        "label of box t0 was lost",
+    ),
+    "loses boxes": (
+        """open(outputs["svg"], "w").write('<svg xmlns="http://www.w3.org/2000/svg"></svg>')""",
+        "are not in the picture",
+    ),
+    "says error": ("print('Error: lost a label', file=sys.stderr)", "lost a label"),
+    "hangs": ("time.sleep(60)", "did not answer"),
+}
+
+
+@posix
+@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("name", ["x.svg", "x.png"])
+def test_a_broken_dot_is_passed_over_with_one_warning(fault, name, fake_dot, good_second, monkeypatch, tmp_path):
+    body, reason = BROKEN[fault]
+    fake_dot(body)
+    monkeypatch.setattr(render, "LAYOUT_SECONDS", 2.0)
+    with pytest.warns(RuntimeWarning, match=reason) as caught:
+        content = tg.graph(two_heads()).save(tmp_path / name).read_text()
+    assert len(caught) == 1
+    assert "pygraphviz is used instead" in str(caught[0].message)
+    assert "second" in content
+
+
+@posix
+@pytest.mark.parametrize(
+    "answer",
+    ["import time; time.sleep(60)", "import sys; sys.exit(1)", "print('another program')", "this is no Python"],
+)
+def test_a_dot_that_does_not_answer_is_asked_once_and_passed_over(answer, good_second, monkeypatch, tmp_path):
+    program = tmp_path / "dot"
+    program.write_text(f"#!{sys.executable}\nopen({str(tmp_path / 'asked')!r}, 'a').write('x')\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(render, "PROBE_SECONDS", 1.0)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="dot is not usable"):
+            assert "second" in tg.graph(two_heads()).svg()
+    asked = tmp_path / "asked"
+    assert not asked.exists() or asked.read_text() == "x"
+
+
+@posix
+def test_when_all_engines_are_broken_the_error_has_the_reasons(no_engine, fake_dot, tmp_path):
+    fake_dot("sys.exit(5)")
+    with pytest.raises(NoEngineError, match="status 5") as caught:
+        tg.graph(two_heads()).save(tmp_path / "x.png")
+    assert "pygraphviz is not installed" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "empty path"]
+
+
+def test_a_package_that_cannot_be_loaded_is_no_engine(monkeypatch, tmp_path):
+    (tmp_path / "pygraphviz.py").write_text("raise OSError('a library is missing')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "pygraphviz", raising=False)
+    with pytest.raises(NoEngineError, match="a library is missing"):
+        tg.graph(two_heads(), engine="pygraphviz").svg()
+
+
+def test_a_failure_leaves_the_old_file(no_engine, tmp_path):
+    (tmp_path / "x.svg").write_text("old")
+    with pytest.raises(NoEngineError):
+        tg.graph(two_heads()).save(tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_text() == "old"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In a browser
+
+
+def test_a_browser_shows_the_page_without_a_complaint(engine, tmp_path):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+    import shutil
+
+    driver, browser = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+    if driver is None or browser is None:
+        pytest.skip("no Chromium with its driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=700,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    page = tg.graph(swept(two_heads()), engine=engine).save(tmp_path / "x.html")
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    try:
+        chrome.get(page.as_uri())
+        width = chrome.execute_script("return document.querySelector('svg').getBoundingClientRect().width")
+        assert 500 < width <= 700  # drawn wider than the window, shown as wide as the window
+        shown = chrome.execute_script("return [...document.querySelectorAll('.node text')].map(t => t.textContent)")
+        assert {"X", "S_1", "scaled: Q_1 @ K_1ᵀ / √7"} < set(shown)
+        assert chrome.get_log("browser") == []
+    finally:
+        chrome.quit()
+
+
+def test_the_title_of_a_page_is_the_name_of_the_output(engine, tmp_path):
+    x = tg.Tensor([1.0], requires_grad=True)
+    text = tg.graph((x * 2).named("</title><b>y\x00"), engine=engine).save(tmp_path / "x.html").read_text("utf-8")
+    assert "<title>graph of &lt;/title&gt;&lt;b&gt;y\ufffd</title>" in text
+    assert boxes(tg.graph(x, names={"x": x}))["x"].title == "x"
