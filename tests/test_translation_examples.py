@@ -55,7 +55,7 @@ def run_script(path, *arguments, monkeypatch):
 @pytest.mark.parametrize("name", RUNGS)
 def test_each_rung_runs_by_itself_and_reports(name, monkeypatch, tmp_path, capsys):
     run_script(EXAMPLES / "translation" / f"{name}.py", "--short", "--out", tmp_path, monkeypatch=monkeypatch)
-    (row,) = json.loads((tmp_path / "ladder.json").read_text(encoding="utf-8"))
+    (row,) = json.loads((tmp_path / "ladder.json").read_text(encoding="utf-8"))["rows"]
     assert row["rung"] == name[0]
     assert row["by_kind"].keys() == {f"{n} digits" for n in (4, 5, 6, 7, 8)}
     assert f"| {row['rung']}) {row['title']} | {row['parameters']:,} |" in capsys.readouterr().out
@@ -74,6 +74,20 @@ def test_the_ladder_prints_one_table_and_draws_it(tmp_path, capsys):
     assert table in capsys.readouterr().out
     assert len(table.splitlines()) == 5
     assert (tmp_path / "accuracy_by_length.png").stat().st_size > 10_000
+
+
+def test_an_interrupted_ladder_goes_on_and_one_of_other_conditions_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    out = str(tmp_path)
+    (first,) = ladder.main(["--short", "--only", "a", "--out", out])
+    measured = []
+    measure = common.measure
+    monkeypatch.setattr(common, "measure", lambda *args: measured.append(args[0]) or measure(*args))
+    rows = ladder.main(["--short", "--only", "a", "c", "--out", out])
+    assert measured == ["c"]
+    assert rows[0].seconds == first.seconds
+    with pytest.raises(SystemExit, match=r"measured under other conditions.*'seed': 0"):
+        ladder.main(["--short", "--only", "a", "--seed", "1", "--out", out])
 
 
 def test_the_ladder_climbs_a_file_of_pairs(tsv, tmp_path, capsys):

@@ -392,13 +392,35 @@ def run(rung, title, build, description, argv=None):
 
 def report(rung, title, model, corpus, args):
     """Train a model, print the report of it, and write it where the command line says."""
-    row = measure(rung, title, model, corpus, open_settings(args))
+    settings = open_settings(args)
+    row = measure(rung, title, model, corpus, settings)
     print(f"\n{table([row])}\n\n{examples(row)}")
     if args.out:
-        write_rows([row], args.out)
+        write_rows([row], args.out, conditions(args, settings))
 
 
-def write_rows(rows, folder):
+def conditions(args, settings):
+    """What rows must have in common to stand in one table."""
+    return {**asdict(settings), "pairs": args.pairs, "max_len": args.max_len, "short": args.short}
+
+
+def write_rows(rows, folder, given):
+    """Keep what was measured under the conditions `given`."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    text = json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=1)
-    Path(folder, "ladder.json").write_text(text, encoding="utf-8")
+    kept = {"conditions": given, "rows": [asdict(row) for row in rows]}
+    Path(folder, "ladder.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def read_rows(folder, given):
+    """The rows that are in a folder already, none if there is none.
+
+    Raises:
+        ValueError: they were measured under other conditions.
+    """
+    path = Path(folder, "ladder.json")
+    if not path.exists():
+        return []
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    if kept["conditions"] != given:
+        raise ValueError(f"{path} was measured under other conditions: {kept['conditions']}; choose another folder")
+    return [Row(**row) for row in kept["rows"]]
