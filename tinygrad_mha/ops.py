@@ -214,7 +214,7 @@ def gelu(x, *, tanh=False):
     0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
     """
     x = floating(x)
-    passed = gelu_passed(x, tanh)
+    passed = np.asarray(gelu_passed(x, tanh), dtype=x.dtype)  # of a 0-d array, NumPy makes scalars, which are weak
     return x * passed, passed
 
 

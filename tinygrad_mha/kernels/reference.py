@@ -73,7 +73,7 @@ def erf(x: np.ndarray) -> np.ndarray:
 
 
 def erf_single(x: np.ndarray) -> np.ndarray:
-    size = np.minimum(np.maximum(x, -3.92), 3.92)
+    size = np.asarray(np.minimum(np.maximum(x, -3.92), 3.92))  # of a 0-d array, NumPy makes a scalar
     square = size * size
     size *= polynomial(SINGLE_P, square)
     size /= polynomial(SINGLE_Q, square)
