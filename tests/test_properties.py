@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import tinygrad_mha as tg
 from tinygrad_mha import Tensor, ops
 from tinygrad_mha.tensor import COMPARISONS, FUNCTIONS, UFUNCS
 
@@ -480,6 +481,36 @@ def test_a_number_beside_a_float32_tensor_is_weak(op, scalar):
         for j, x in enumerate(inputs):
             if floating(x) and sum(map(floating, inputs)) > 1:
                 assert_float32(functools.partial(op, **keywords), *inputs[:j], scalar, *inputs[j + 1 :])
+
+
+OF_ONE_NUMBER = {
+    **{name: ops.REGISTRY[name] for name in ("neg", "exp", "log", "sqrt", "erf", "tanh", "sigmoid", "relu", "abs")},
+    "gelu": ops.gelu,
+    "gelu by tanh": functools.partial(ops.gelu, tanh=True),
+    "scale": functools.partial(ops.scale, by=0.7),
+    "clip": functools.partial(ops.clip, min=0.1, max=5.0),
+    "pow": lambda x: x**3,
+    "root": lambda x: x**0.5,
+    "power": lambda x: 2.0**x,
+    "softened": lambda x: 1 / (1 + x),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", OF_ONE_NUMBER, ids=lambda name: name.replace(" ", "-"))
+def test_a_0d_tensor_keeps_its_dtype_and_equals_the_vector_of_one(name, dtype):
+    f = OF_ONE_NUMBER[name]
+    outcomes = []
+    for shape in ((), (1,)):
+        x = Tensor(np.full(shape, 0.7), requires_grad=True, dtype=dtype)
+        y = f(x)
+        (first,) = tg.grad(y, x, create_graph=True)
+        second = tg.grad(first, x)[0] if first.requires_grad else first
+        y.backward()
+        results = (y.numpy(), first.numpy(), second.numpy(), x.grad)
+        assert all(type(r) is np.ndarray and r.dtype == dtype and r.shape == shape for r in results)
+        outcomes.append([r.item() for r in results])
+    np.testing.assert_allclose(*outcomes, rtol=16 * np.finfo(dtype).eps)
 
 
 def integers(x):

@@ -77,9 +77,8 @@ def torch_cross_entropy(logits, targets, *, ignore_index, label_smoothing, reduc
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "none":
         return F.cross_entropy(*flat, reduction="none", **options).reshape(targets.shape)
-    return F.cross_entropy(*flat, reduction="sum", **options) / (
-        max(1, int((targets != ignore_index).sum())) if reduction == "mean" else 1
-    )
+    counted = max(1, int((targets != ignore_index).sum())) if reduction == "mean" else 1
+    return F.cross_entropy(*flat, reduction="sum", **options) / counted
 
 
 def torch_attention(q, k, v, allow=None, bias=None, keep=None, *, scale):
@@ -95,10 +94,6 @@ def torch_attention(q, k, v, allow=None, bias=None, keep=None, *, scale):
 def torch_layer_norm(x, weight=None, bias=None, *, eps):
     y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
     return y if bias is None else y + bias  # given to torch without a weight, the bias has no second derivative there
-
-
-def torch_concat(*xs, axis):
-    return torch.cat(xs, axis)
 
 
 THEIRS = {
@@ -135,8 +130,8 @@ THEIRS = {
     "mT": lambda x: x.mT,
     "swapaxes": lambda x, *, axis1, axis2: torch.swapaxes(x, axis1, axis2),
     "broadcast_to": lambda x, *, shape: torch.broadcast_to(x, shape),
-    "cast": lambda x, *, dtype: x.to(dtype, copy=True),
-    "concat": torch_concat,
+    "cast": None,  # to the dtype that the expression is computed in, see run_theirs
+    "concat": lambda *xs, axis: torch.cat(xs, axis),
     "stack": lambda *xs, axis: torch.stack(xs, axis),
     "split": lambda x, *, parts, axis, piece: torch.tensor_split(x, parts, axis)[piece],
     "getitem": lambda x, *, index: x.reshape(-1)[positions(x.shape, index)],
@@ -174,10 +169,8 @@ def leaf_array(leaf, dtype):
 
 
 def run_ours(e, dtype):
-    functions = {**FUNCTIONS, "cast": lambda x, *, dtype: ops.cast(x, dtype=working)}
-    working = dtype
     return e.run(
-        functions,
+        {**FUNCTIONS, "cast": lambda x, **_: ops.cast(x, dtype=dtype)},
         lambda leaf: tg.Tensor(leaf_array(leaf, dtype), requires_grad=True),
         lambda x: constant(x, dtype),
     )
@@ -185,9 +178,8 @@ def run_ours(e, dtype):
 
 def run_theirs(e, dtype):
     working = torch.float32 if dtype == np.float32 else torch.float64
-    functions = {**THEIRS, "cast": lambda x, *, dtype: x.to(working, copy=True)}
     return e.run(
-        functions,
+        {**THEIRS, "cast": lambda x, **_: x.to(working, copy=True)},
         lambda leaf: torch.tensor(leaf_array(leaf, dtype), requires_grad=True),
         lambda x: torch_constant(x, dtype),
     )
