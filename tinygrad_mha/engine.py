@@ -291,6 +291,8 @@ def pull(value: Any, g: ndarray, gradients: dict[int, Any]) -> None:
     op, inputs, arrays = node.op, node.inputs, node.arrays
     if op.joint_rule is not None:
         answers = op.joint_rule(g, value._data, *node.residuals, *arrays, **node.kwargs)
+        if len(answers) != len(inputs):
+            raise TypeError(f"the joint rule of {op.name!r} gave {len(answers)} gradients for {len(inputs)} arguments")
         for i in node.needed:
             if answers[i] is None:
                 raise no_rule(op, i)
@@ -359,6 +361,8 @@ def total(a: Any, b: Any) -> Any:
 
 def fit(gradient: Any, x: Any, op: Primitive, i: int) -> Any:
     """What a rule returned for `x`, in the shape and dtype of `x`."""
+    if gradient is None:
+        raise TypeError(f"the rule of primitive {op.name!r} for its argument {op.argument(i)!r} returned None")
     if gradient.__class__ is not ndarray and not hasattr(gradient, "requires_grad"):
         gradient = np.asarray(gradient)
     if gradient.shape != x.shape:
@@ -387,5 +391,8 @@ def backward(root: Any, seed: ndarray, leaves_only: bool = False) -> None:
     Nothing is stored before the sweep has succeeded. Every `.grad` is a fresh array, shared with nobody.
     """
     received = [(value, g) for value, g in sweep(root, seed) if value.node is None or not leaves_only]
-    for value, g in received:
-        value.grad = g.copy() if value.node is not None or value.grad is None else total(value.grad, g)
+    totals = [
+        g.copy() if value.node is not None or value.grad is None else total(value.grad, g) for value, g in received
+    ]
+    for (value, _), gradient in zip(received, totals, strict=True):
+        value.grad = gradient

@@ -31,18 +31,27 @@ class Primitive:
         samples: `samples(rng)` gives a list of `(inputs, keywords)` at which the rules can be checked.
     """
 
-    EXPLAINED = (ValueError, IndexError, TypeError)  # errors of a forward that are raised again with the shapes it met
+    EXPLAINED = (ValueError, IndexError, TypeError, AttributeError)  # raised again, with the shapes that were met
 
     def __init__(self, forward: Callable[..., Any], arrange: Callable[..., Any] | None = None) -> None:
         self.name = forward.__name__
+        if not self.name.isidentifier():
+            raise ValueError(f"a primitive needs a name: write it with def, got {self.name!r}")
         self.__doc__ = forward.__doc__
         self.forward = forward
         self.arrange = arrange
         parameters = inspect.signature(forward).parameters.values()
+        for p in parameters:
+            if p.kind is p.VAR_KEYWORD or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default not in (p.empty, None)):
+                raise TypeError(
+                    f"{self.name}: {p} is neither an array, which is positional and at most optional with the default "
+                    f"None, nor a keyword, which comes after *"
+                )
         self.arguments = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         self.variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         self.required = sum(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
         self.keywords = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        self.keywords_known = frozenset(self.keywords)
         self.defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
         self.rules: tuple[Callable[..., Any] | None, ...] | None = None
         self.underivable: frozenset[int] = frozenset()  # the arguments whose rule is None
@@ -98,6 +107,8 @@ class Primitive:
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         if self.arrange is not None:
             inputs, keywords = self.arrange(inputs, keywords)
+        if keywords and not self.variadic and not self.keywords_known.issuperset(keywords):
+            inputs, keywords = self._by_position(inputs, keywords)
         if self.defaults:
             keywords = {**self.defaults, **keywords}
         if len(inputs) < len(self.arguments) and not self.variadic:
@@ -118,6 +129,18 @@ class Primitive:
         value, *residuals = result if result.__class__ is tuple else (result,)
         return np.asarray(value), tuple(residuals)
 
+    def _by_position(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Array arguments that were given by name, put into their places."""
+        named = {name: x for name, x in keywords.items() if name not in self.keywords_known}
+        unknown = [name for name in named if name not in self.arguments[len(inputs) :]]
+        if unknown:
+            shapes = ", ".join(str(np.shape(x)) for x in inputs)
+            raise TypeError(f"{self!r} has no argument {unknown[0]!r} to give besides arrays of shapes {shapes}")
+        missing = self.arguments[len(inputs) :]
+        last = max(missing.index(name) for name in named)
+        placed = tuple(named.get(name) for name in missing[: last + 1])
+        return inputs + placed, {name: x for name, x in keywords.items() if name in self.keywords_known}
+
     def _complete(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Fill optional array arguments with None, so that every rule sees every argument."""
         if len(inputs) < self.required:
@@ -129,7 +152,8 @@ class Primitive:
         """The same error, saying which primitive met which shapes."""
         shapes = ", ".join(str(x.shape) if isinstance(x, np.ndarray) else repr(x) for x in arrays if x is not None)
         options = "".join(f", {k}={v!r}" for k, v in keywords.items() if not isinstance(v, np.ndarray))
-        kind = next(k for k in (np.exceptions.AxisError, *self.EXPLAINED) if isinstance(error, k))
+        kinds = (np.exceptions.AxisError, ValueError, IndexError)
+        kind = next((k for k in kinds if isinstance(error, k)), TypeError)
         return kind(f"{self.name} of {shapes}{options}: {error}")
 
     def __repr__(self) -> str:

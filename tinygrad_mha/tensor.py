@@ -350,9 +350,9 @@ class Tensor:
         return self._data >= plain(other)
 
     def _like(self, other: Any) -> Any:
-        """The other operand. An array of integers or booleans beside a floating tensor takes its dtype."""
-        if other.__class__ is Tensor:
-            return other
+        """The other operand. Integers and booleans beside a floating tensor take its dtype."""
+        if isinstance(other, Tensor):
+            return other if other.dtype.kind == "f" or self.dtype.kind != "f" else other.astype(self.dtype)
         other = as_operand(other)
         if isinstance(other, np.ndarray) and other.dtype.kind != "f" and self._data.dtype.kind == "f":
             return from_data(other).astype(self._data.dtype)
@@ -503,6 +503,8 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
         if op.underivable:
             _refuse_underivable(op, needed)
         out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, scope)
+    elif needed and value.dtype.kind == "c":
+        raise TypeError(f"{op.name!r} has a complex result, and gradients are real here: take real and imaginary parts")
     elif recording:
         out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, scope)
     if value.base is not None:
@@ -552,6 +554,8 @@ def _share_written(out: Tensor, inputs: tuple[Any, ...]) -> None:
     for x in inputs:
         if isinstance(x, Tensor) and (owner is x._data or owner is x._data.base):
             out._written = x._written_cell()
+            if x.node is not None:
+                out._data.flags.writeable = False  # what was computed is not to be written to, by no alias either
 
 
 def _plain_keywords(op: Primitive, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -631,6 +635,10 @@ def _operator(name: str, reflected: str) -> Callable[[Any, Any], Any]:
     return call
 
 
+def _in_one_dtype(op: Primitive) -> Callable[[Any, Any], Any]:
+    return lambda a, b: op(a, a._like(b)) if isinstance(a, Tensor) else op(b._like(a), b)
+
+
 def _shape_first(op: Primitive) -> Callable[..., Any]:
     return lambda x, shape, **kwargs: op(
         x, shape=tuple(shape) if isinstance(shape, (tuple, list)) else (shape,), **kwargs
@@ -677,8 +685,8 @@ UFUNCS: dict[Any, Callable[..., Any]] = {
     np.sqrt: ops.sqrt,
     np.square: lambda x: x * x,
     np.tanh: ops.tanh,
-    np.maximum: ops.maximum,
-    np.minimum: ops.minimum,
+    np.maximum: _in_one_dtype(ops.maximum),
+    np.minimum: _in_one_dtype(ops.minimum),
 }
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {

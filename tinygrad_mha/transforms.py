@@ -33,6 +33,8 @@ def grad(
         >>> first.item(), second.item()
         (27.0, 18.0)
     """
+    if not isinstance(y, Tensor):
+        raise TypeError(f"y must be a Tensor, got {type(y).__name__}")
     xs = [xs] if isinstance(xs, Tensor) else list(xs)
     for i, x in enumerate(xs):
         if not isinstance(x, Tensor) or not x.requires_grad:
@@ -54,7 +56,12 @@ def grad(
             for value, g in engine.sweep(y, seed, newer_than=oldest):
                 if id(value) in wanted:
                     found[id(value)] = _wrap(np.array(g))
-    return tuple(found[id(x)] if id(x) in found else Tensor(np.zeros(x.shape, x.dtype)) for x in xs)
+    results: list[Tensor] = []
+    for x in xs:
+        g = found[id(x)] if id(x) in found else Tensor(np.zeros(x.shape, x.dtype))
+        taken = [grad_output, *results]
+        results.append(ops.reshape(g, shape=g.shape) if any(g is other for other in taken) else g)
+    return tuple(results)
 
 
 def variable(x: Any) -> Tensor:
