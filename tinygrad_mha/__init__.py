@@ -6,11 +6,11 @@ from tinygrad_mha.engine import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.generation import generate, stream
 from tinygrad_mha.tensor import Tensor
 from tinygrad_mha.transforms import grad, hessian, hvp, jacobian, jvp, vjp
-from tinygrad_mha.viz import graph, graph_diff
+from tinygrad_mha.viz import graph, graph_diff, walkthrough
 
 __version__ = "0.1.0"
 
 __all__ = ["GradcheckError", "GradcheckReport", "Tensor", "check", "data", "enable_grad", "grad", "gradcheck"]
 __all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
 __all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "vjp"]
-__all__ += ["graph", "graph_diff", "viz"]
+__all__ += ["graph", "graph_diff", "viz", "walkthrough"]

@@ -1,0 +1,606 @@
+'use strict';
+// Everything shown here was computed by the run that wrote this page; this script draws it, and works out nothing
+// but colours, places, and the terms of a product for whoever points at its result.
+
+const read = id => JSON.parse(document.getElementById(id).textContent);
+const get = id => document.getElementById(id);
+const data = read('data'), words = read('words'), {facts, tokens} = data, count = tokens.length;
+const state = {lang: facts.lang, head: 0, step: 0, gradients: false, decode: 0};
+let pointed = null; // the row that is pointed at: {name, row}
+let vectors = []; // all rows on the page, in the map and in the equations
+const steps = () => data.walks[state.head];
+
+// ------------------------------------------------------------------------------------------------------------- words
+
+const say = (key, fill = {}) => words[state.lang][key].replace(/\{(\w+)\}/g, (all, name) => fill[name] ?? all);
+
+/** An element with a class, attributes and children. Text only ever becomes text. */
+function make(tag, className = '', attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+/** W_Q1 as W with an index, and its gradient as the derivative of L by it. */
+function title(name, gradient = false, turned = false) {
+  const [stem, index] = name.split(/_(.*)/);
+  const parts = [gradient ? '∂L/∂' + stem : stem];
+  if (index) parts.push(make('sub', '', {}, index));
+  if (turned) parts.push(make('sup', '', {}, 'T'));
+  return make('span', 'name', {}, ...parts);
+}
+
+const spoken = (name, gradient) => (gradient ? '∂L/∂' : '') + name;
+
+/** A sentence in which [X] stands for the name of a matrix. */
+function sentence(key, names = {}, fill = {}) {
+  return say(key, fill).split(/\[(\w+)\]/).map((part, i) => (i % 2 ? title(names[part] ?? part) : part));
+}
+
+const SIGNS = {' ': '␣', '\n': '⏎', '\t': '⇥'};
+
+/** A token as it can be seen: where it is only white space, signs for it. */
+const visible = token => (token.trim() ? token : token.replace(/[ \n\t]/g, c => SIGNS[c]) || '∅');
+const quoted = token => `“${visible(token).trim()}”`;
+
+// ----------------------------------------------------------------------------------------------------------- numbers
+
+function unpack(packed) {
+  if (!packed) return null;
+  const bytes = Uint8Array.from(atob(packed.f4 ?? packed.f8), c => c.charCodeAt(0));
+  return packed.f8 === undefined ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer);
+}
+
+const matrices = Object.fromEntries(Object.entries(data.matrices).map(([name, m]) => {
+  const most = array => array && array.reduce((a, v) => (Number.isFinite(v) ? Math.max(a, Math.abs(v)) : a), 0);
+  const values = unpack(m.values), gradient = unpack(m.gradient);
+  return [name, {...m, values, gradient, most: most(values), mostGradient: most(gradient)}];
+}));
+const patterns = data.reach.patterns.map(bits => Uint8Array.from(atob(bits), c => c.charCodeAt(0)));
+
+/** Whether, in this run, row i of `made` depends on row j of `from`. */
+function depends(made, i, from, j) {
+  const index = data.reach.pairs[made]?.[from];
+  if (index === undefined) return false;
+  const bit = i * matrices[from].rows + j;
+  return Boolean((patterns[index][bit >> 3] >> (7 - (bit & 7))) & 1);
+}
+
+const proper = text => text.replace(/-/g, '−');
+const unfinished = v => (Number.isNaN(v) ? 'nan' : v > 0 ? '∞' : '−∞');
+
+function digits4(v) {
+  if (!Number.isFinite(v)) return unfinished(v);
+  const size = Math.abs(v);
+  return proper(v === 0 ? '0' : size < 1e-3 || size >= 1e5 ? v.toExponential(3) : v.toPrecision(4));
+}
+
+function decimals2(v) {
+  if (!Number.isFinite(v)) return unfinished(v);
+  if (v === 0) return '0'; // exactly
+  const size = Math.abs(v);
+  return proper(size >= 1000 ? v.toExponential(0) : v.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)).replace(/^−(0\.00)$/, '$1');
+}
+
+/** All digits that the number has, and no more. */
+function exact(v, array) {
+  if (!Number.isFinite(v)) return unfinished(v);
+  let text = String(v);
+  if (array instanceof Float32Array) {
+    for (let p = 1; p < 10 && Math.fround(text = Number(v.toPrecision(p))) !== v; p++);
+  }
+  return proper(String(text));
+}
+
+// ----------------------------------------------------------------------------------------------------------- colours
+
+const dark = matchMedia('(prefers-color-scheme: dark)');
+const LIGHT = {zero: [238, 240, 242], values: [[33, 102, 172], [214, 96, 30]], gradients: [[27, 120, 55], [146, 48, 143]],
+  attention: [[238, 240, 242], [84, 39, 143]]};
+const DARK = {zero: [44, 50, 58], values: [[84, 160, 228], [240, 140, 72]], gradients: [[92, 188, 116], [216, 124, 210]],
+  attention: [[44, 50, 58], [184, 150, 255]]};
+
+const palette = (m, gradient) => (gradient ? 'gradients' : m.kind === 'attention' ? 'attention' : 'values');
+
+function colour(v, most, which) {
+  const {zero, [which]: ends} = dark.matches ? DARK : LIGHT;
+  if (v === -Infinity) return null;
+  if (!Number.isFinite(v)) return dark.matches ? [255, 255, 255] : [20, 20, 20];
+  const part = which === 'attention' ? v : most ? v / most : 0;
+  const t = Math.min(1, Math.abs(part)) ** 0.8, end = ends[part > 0 ? 1 : 0];
+  return zero.map((z, i) => Math.round(z + (end[i] - z) * t));
+}
+
+const css = rgb => (rgb ? `rgb(${rgb})` : 'transparent');
+
+/** Dark or white, whichever is read better on a colour (WCAG's relative luminance). */
+function ink(rgb) {
+  if (!rgb) return '';
+  const [r, g, b] = rgb.map(v => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.187 ? '#101418' : '#fff';
+}
+
+// ---------------------------------------------------------------------------------------------------------- matrices
+
+/** The state of row i of a matrix while token number `state.decode` is being read: computed, cached or absent. */
+function decodeState(m, i) {
+  if (!state.decode || !m.tokens[0]) return '';
+  const step = data.decode[state.decode - 1];
+  return step.computed.includes(i) ? 'computed' : m.cached && step.cached.includes(i) ? 'cached' : 'absent';
+}
+
+/** Whether column j is there: while decoding, there are no keys yet of the tokens to come. */
+const present = (m, j) => !state.decode || !m.tokens[1] || j < data.decode[state.decode - 1].read;
+
+/** One matrix: a row is a `vector`, lying, or standing where the matrix is transposed.
+ *  size: {w, h} of a cell, how many `digits` its numbers have (0: colours only), `label` (the width of row names). */
+function drawMatrix(name, size, {gradient = false, turned = false, small = false} = {}) {
+  const m = matrices[name], array = gradient ? m.gradient : m.values, most = gradient ? m.mostGradient : m.most;
+  const which = palette(m, gradient), figure = make('figure', `${m.kind} ${turned ? 'turned' : ''} ${small ? 'small' : ''}`);
+  Object.assign(figure.dataset, {name, of: gradient ? 'gradients' : 'values'});
+  const shape = turned ? [m.shape[1], m.shape[0]] : m.shape;
+  const label = turned ? say('transposed', {name: spoken(name, gradient)}) : spoken(name, gradient);
+  const grid = make('div', 'grid', small ? {} : {role: 'table', 'aria-label': `${label}, ${shape.join(' × ')}`});
+  if (size.h < 8 || (turned && size.w < 8)) grid.style.gap = 0;
+  if (!small) figure.append(drawTop());
+  for (let i = 0; i < m.rows; i++) {
+    const vector = make('div', 'vector ' + decodeState(m, i), small ? {} : {role: 'row', tabindex: i ? -1 : 0});
+    Object.assign(vector.dataset, {row: i});
+    if (!small && m.tokens[0]) {
+      vector.append(turned ? over(tokens[i], 'rowheader') : beside(tokens[i], 'rowheader'));
+    } else if (!small) {
+      vector.setAttribute('aria-label', say('row', {number: i + 1}));
+    }
+    const row = array.subarray(i * m.columns, (i + 1) * m.columns);
+    if (size.digits) row.forEach((v, j) => vector.append(drawCell(v, j)));
+    else vector.append(drawStrip(row));
+    grid.append(vector);
+    vectors.push({element: vector, name, row: i});
+  }
+  figure.append(grid);
+  return figure;
+
+  function drawCell(v, j) {
+    const cell = make('span', 'cell', {role: 'cell', 'data-column': j});
+    cell.style.width = size.w + 'px';
+    cell.style.height = size.h + 'px';
+    if (!present(m, j)) return cell;
+    const rgb = colour(v, most, which);
+    cell.style.background = css(rgb);
+    cell.style.color = ink(rgb);
+    cell.style.fontSize = (size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12) + 'px';
+    cell.textContent = size.digits === 4 ? digits4(v) : decimals2(v);
+    cell.title = exact(v, array);
+    return cell;
+  }
+
+  function drawStrip(row) {
+    const canvas = make('canvas', '', small ? {} : {role: 'cell', title: ' '});
+    [canvas.width, canvas.height] = turned ? [1, row.length] : [row.length, 1];
+    canvas.style.width = size.w * canvas.width + 'px';
+    canvas.style.height = size.h * canvas.height + 'px';
+    const context = canvas.getContext('2d'), image = context.createImageData(canvas.width, canvas.height);
+    row.forEach((v, j) => {
+      const rgb = present(m, j) && colour(v, most, which);
+      if (rgb) image.data.set([...rgb, 255], 4 * j);
+    });
+    context.putImageData(image, 0, 0);
+    return canvas;
+  }
+
+  /** What stands over a matrix: its name and shape, and over columns that belong to tokens, those. */
+  function drawTop() {
+    const caption = make('figcaption', m.kind, {}, title(name, gradient, turned), make('b', '', {}, shape.join('×')));
+    if (m.kind && !gradient) caption.append(make('i', '', {}, say(m.kind)));
+    if (m.rows < m.shape[0] || m.columns < m.shape[1]) {
+      const [rows, columns] = turned ? [m.columns, m.rows] : [m.rows, m.columns];
+      caption.append(make('i', '', {}, say('held', {rows, columns})));
+    }
+    const top = make('div', 'top', {}, caption);
+    if (turned && m.tokens[0]) top.style.paddingBottom = roomOver(size.w) + 'px';
+    if (m.tokens[1]) {
+      const axis = make('div', 'axis', {'aria-hidden': 'true'}, ...tokens.map(turned ? beside : over));
+      if (turned) grid.append(axis);
+      else top.append(axis);
+      axis.style.paddingLeft = turned ? '' : size.label + 1 + 'px';
+      axis.style.gap = size.digits ? '' : 0;
+    }
+    return top;
+  }
+
+  function beside(token, role) {
+    return tag(token, 'beside', role, size.label, size.h);
+  }
+
+  function over(token, role) {
+    const element = tag(token, upright(size.w) ? 'upright' : 'flat', role, size.w);
+    element.style.height = Math.max(0, roomOver(size.w) - 2) + 'px';
+    if (size.w < 14) element.style.fontSize = size.w - 1 + 'px';
+    return element;
+  }
+
+  function tag(token, className, role, width, height) {
+    const element = make('span', 'tag ' + className, {title: token}, visible(token));
+    if (typeof role === 'string') element.setAttribute('role', role);
+    element.style.width = width + 'px';
+    if (height) element.style.height = element.style.lineHeight = height + 'px';
+    if (height < 14) element.style.fontSize = height - 1 + 'px';
+    return element;
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- equations
+
+/** "∂V_1 = S_1ᵀ @ ∂H_1" as terms: matrices {name, gradient, turned}, and signs, which stay texts. */
+function parse(text) {
+  return text.split(' ').map(word => {
+    const [, d, name, t] = word.match(/^(∂?)(.*?)(ᵀ?)$/);
+    return name in matrices ? {name, gradient: Boolean(d), turned: Boolean(t)} : word;
+  });
+}
+
+const widthOf = text => [...text].reduce((a, c) => a + (c > '\u2e7f' ? 13.5 : 7.6), 0); // about, in pixels
+const longest = Math.max(...tokens.map(t => widthOf(visible(t)))) + 4;
+const LABEL = Math.min(longest, 88) + 10; // the width of the tokens beside rows
+const upright = w => w < Math.min(longest, 54); // tokens over columns that are too narrow stand upright
+const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 72) + 6 : 20); // none where columns are thin
+
+/** How large the cells of an equation's matrices can be, so that it stands in one line if possible. */
+function sizes(terms, width) {
+  const figures = terms.filter(t => t.name).map(({name, turned}) => {
+    const m = matrices[name], [across, down] = turned ? [m.rows, m.columns] : [m.columns, m.rows];
+    return {across, down, label: m.tokens[turned ? 1 : 0] ? LABEL : 0};
+  });
+  const sum = (list, f) => list.reduce((a, x) => a + f(x), 0);
+  const wide = figures.filter(f => f.across > 26), narrow = figures.filter(f => f.across <= 26);
+  for (const f of wide) f.w = Math.max(1, Math.min(6, 320 / f.across));
+  const taken = sum(figures, f => f.label + 12) + sum(wide, f => f.across * f.w) + 30 * (terms.length - figures.length);
+  let w = (width - taken) / Math.max(1, sum(narrow, f => f.across * 1.04));
+  if (w < 29) w = Math.min(44, ...narrow.map(f => (width - f.label - 20) / (f.across * 1.04))); // over several lines
+  for (const f of figures) {
+    f.h = f.down <= 8 ? 28 : f.down <= 16 ? 24 : f.down <= 30 ? 16 : Math.max(f.label ? 10 : 2, Math.floor((f.label ? 420 : 384) / f.down));
+    f.digits = f.w || w < 29 || f.h < 16 ? 0 : w < 52 ? 2 : 4;
+    f.w ??= f.digits ? Math.floor(Math.min(62, w)) : Math.max(4, Math.min(16, (width - f.label) / f.across));
+  }
+  return figures;
+}
+
+function drawEquation(text) {
+  const [out, equals, ...rest] = parse(text), terms = equals ? [...rest, equals, out] : [out];
+  const sized = sizes(terms, get('equations').clientWidth), line = make('div', 'equation');
+  line.dataset.text = text;
+  const over = terms.filter(t => t.name).map((t, i) => (matrices[t.name].tokens[t.turned ? 0 : 1] ? roomOver(sized[i].w) : 0));
+  line.style.setProperty('--top', 24 + Math.max(...over) + 'px');
+  let group; // a line breaks in front of a sum's next term and of the result, if it can
+  for (const term of terms) {
+    if (!group || ['=', '+', '|'].includes(term)) line.append(group = make('div', 'group'));
+    group.append(term.name ? drawMatrix(term.name, sized.shift(), term) : make('span', 'sign', {}, ...sign(term)));
+  }
+  group.classList.add('result');
+  return line;
+}
+
+/** A sign, in which the names of matrices have their index too. */
+const sign = text => text.split(/(∂?[A-Za-z]+_\d+)/)
+  .map((part, i) => (i % 2 ? title(part.replace('∂', ''), part.startsWith('∂')) : part));
+
+/** The factors [a, b] of an equation that is a product, and the root by which it is divided, if it is. */
+function product(text) {
+  const [, , a, at, b, slash, root, ...more] = parse(text);
+  return at === '@' && a.name && b?.name && (!slash || slash === '/') && !more.length ? {a, b, root} : null;
+}
+
+/** The sum behind number (i, j) of a product. */
+function sumOf({a, b, root}, i, j) {
+  const [ma, mb] = [matrices[a.name], matrices[b.name]], whole = m => m.columns === m.shape[1] && m.rows === m.shape[0];
+  if (!whole(ma) || !whole(mb)) return '';
+  const entry = (m, t, i, j) => (t.gradient ? m.gradient : m.values)[t.turned ? j * m.columns + i : i * m.columns + j];
+  const length = a.turned ? ma.rows : ma.columns, bracketed = v => (v < 0 ? `(${digits4(v)})` : digits4(v));
+  const term = k => `${bracketed(entry(ma, a, i, k))}·${bracketed(entry(mb, b, k, j))}`;
+  const shown = Array.from({length: Math.min(length, 4)}, (_, k) => term(k)).join(' + ') + (length > 4 ? ' + …' : '');
+  return '= ' + (root ? `(${shown}) / ${root}` : shown);
+}
+
+/** Mark row i of the first factor and column j of the second. */
+function markFactors(line, {a, b}, i, j) {
+  const figures = line.querySelectorAll('figure');
+  const pick = (figure, index, vector) => figure.querySelectorAll(vector ? `.vector[data-row="${index}"]` : `[data-column="${index}"]`);
+  for (const part of [...pick(figures[0], i, !a.turned), ...pick(figures[1], j, b.turned)]) part.classList.add('factor');
+}
+
+// --------------------------------------------------------------------------------------------------------------- map
+
+/** Every matrix of the run, small: a column is a step, a lane is a head. */
+function drawMap() {
+  const lanes = data.walks.length, map = make('div', 'lanes');
+  map.style.gridTemplateColumns = `auto repeat(${steps().length}, auto)`;
+  steps().forEach((step, c) => {
+    const button = make('button', 'step', {type: 'button', 'data-step': c}, make('small', '', {}, c + 1), title(step.out, state.gradients));
+    button.style.gridColumn = c + 2;
+    map.append(button);
+  });
+  const h = Math.max(1, Math.min(7, Math.floor(150 / (count * lanes))));
+  data.walks.forEach((walk, lane) => {
+    if (lanes > 1) {
+      const tag = make('span', 'lane' + (lane === state.head ? ' chosen' : ''), {}, `${say('head')} ${lane + 1}`);
+      tag.style.gridArea = `${lane + 2} / 1`;
+      map.append(tag);
+    }
+    walk.forEach((step, c) => {
+      const whole = ['X', 'Concat', 'Y'].includes(step.out);
+      if (whole && lane) return;
+      const {columns} = matrices[step.out], w = Math.min(7, (step.out === 'Concat' ? 132 : 66) / columns);
+      const figure = drawMatrix(step.out, {w: Math.max(w, 18 / columns), h, digits: 0}, {gradient: state.gradients, small: true});
+      figure.style.gridArea = whole ? `2 / ${c + 2} / span ${lanes}` : `${lane + 2} / ${c + 2}`;
+      Object.assign(figure.dataset, {step: c, ...(whole ? {} : {lane})});
+      map.append(figure);
+    });
+  });
+  get('map').replaceChildren(map);
+}
+
+function markMap() {
+  for (const element of get('map').querySelectorAll('[data-step]')) {
+    const here = Number(element.dataset.step) === state.step && (element.dataset.lane ?? String(state.head)) === String(state.head);
+    if (here) element.setAttribute('aria-current', 'step');
+    else element.removeAttribute('aria-current');
+  }
+  const map = get('map'), {left, right} = map.querySelector('.step[aria-current]').getBoundingClientRect();
+  if (left < 0 || right > map.clientWidth) map.scrollLeft += left - map.clientWidth / 2;
+}
+
+// -------------------------------------------------------------------------------------------------------------- step
+
+function explanation(step) {
+  const parts = {...facts, out: step.out};
+  const letter = /^W_[QKVO]\d*/, forward = step.forward[0];
+  const names = {out: step.out, W: forward.split(' ').find(t => letter.test(t)), b: forward.split(' ').find(t => /^b_/.test(t))};
+  for (const name of forward.split(' ')) if (name in matrices) names[name.split('_')[0]] ??= name;
+  if (state.gradients) {
+    for (const text of step.backward) for (const term of parse(text)) if (term.name) names[term.name.split('_')[0]] ??= term.name;
+    const next = step.kind === 'scores' ? steps()[state.step + 1].kind : '';
+    const key = step.kind !== 'scores' ? 'back_' + step.kind
+      : next === 'S' ? 'back_scores_plain' : step.backward[0].includes('mask') ? 'back_scores' : 'back_scores_shifted';
+    const loss = facts.loss_value === undefined || facts.loss_value === null ? '' : digits4(facts.loss_value);
+    return [...sentence(key, names), ...(step.kind === 'Y' ? sentence('loss_' + facts.loss, names, {loss}) : [])];
+  }
+  const key = step.kind === 'X' && facts.layer !== undefined ? 'why_X_layer'
+    : step.kind === 'Concat' && facts.n_head === 1 ? 'why_Concat_one' : 'why_' + step.kind;
+  const result = sentence(key, names, parts);
+  if (names.b) result.push(...sentence('why_bias', names));
+  if (forward.includes('rotate')) result.push(say('why_rotate'));
+  if ('KV'.includes(step.kind) && facts.n_kv_head < facts.n_head) result.push(say('why_shared'));
+  return result;
+}
+
+/** While decoding: what this step of it did, and what that saved. */
+function decodeNote() {
+  if (!state.decode) return [];
+  const t = state.decode, step = data.decode[t - 1], number = v => v.toLocaleString('en').replace(/,/g, '\u202f');
+  const sum = key => data.decode.slice(0, t).reduce((a, s) => a + s[key], 0);
+  const token = quoted(tokens[t - 1]);
+  const [products, without] = [step.products, step.products_without];
+  const saved = {products: number(products), without: number(without), percent: Math.round(100 - (100 * products) / without),
+    sum: number(sum('products')), sum_without: number(sum('products_without'))};
+  const difference = step.difference === null ? 'nan' : digits4(step.difference);
+  return [
+    make('div', '', {}, t === 1 ? say('decoding_first', {token}) : say('decoding', {t, token, cached: step.cached.length})),
+    make('div', '', {}, say('saved', saved), ' ', ...sentence('agrees', {}, {difference})),
+  ];
+}
+
+function drawStep() {
+  const step = steps()[state.step];
+  const formula = parse((state.gradients ? step.backward : step.forward)[0]);
+  get('step').replaceChildren(say('step', {number: state.step + 1, name: say('name_' + step.kind)}), make('span', 'formula', {},
+    ...formula.flatMap(t => [' ', ...(t.name ? [title(t.name, t.gradient, t.turned)] : sign(t))])));
+  get('why').replaceChildren(...explanation(step));
+  get('note').replaceChildren(...decodeNote());
+  get('note').hidden = !state.decode;
+  vectors = vectors.filter(v => v.element.closest('#map'));
+  get('equations').replaceChildren(...(state.gradients ? step.backward : step.forward).map(drawEquation));
+  get('back').disabled = state.step === 0;
+  get('next').disabled = state.step === steps().length - 1;
+  drawLegend();
+  markMap();
+  mark();
+}
+
+function drawLegend() {
+  const bar = (which, low, high) => {
+    const {zero, [which]: ends} = dark.matches ? DARK : LIGHT, swatch = make('span', 'swatch');
+    swatch.style.background = `linear-gradient(to right, ${[ends[0], ...(which === 'attention' ? [] : [zero]), ends[1]].map(css)})`;
+    return make('span', '', {}, low, swatch, high);
+  };
+  const key = (className, text) => make('span', '', {}, make('span', 'key ' + className), say(text));
+  const equations = state.gradients ? steps()[state.step].backward : steps()[state.step].forward;
+  const palettes = new Set(equations.flatMap(parse).filter(t => t.name).map(t => palette(matrices[t.name], t.gradient)));
+  const items = [...palettes].map(p => (p === 'attention' ? bar(p, '0', '1') : bar(p, say('lowest'), say('highest'))));
+  items.push(key('here', 'row_here'), key('source', state.gradients ? 'gradient_source' : 'source'));
+  items.push(key('target', state.gradients ? 'gradient_target' : 'target'));
+  if (state.decode) items.push(...['computed', 'cached', 'absent'].map(s => key(s, s)));
+  for (const [mark, key] of Object.entries({'@': 'product', 'ᵀ': 'transpose', '∘': 'elementwise', 'Σᵢ': 'column_sums'})) {
+    if (equations.join().includes(mark)) items.push(make('span', '', {}, make('b', '', {}, mark), say(key)));
+  }
+  get('legend').replaceChildren(...items);
+}
+
+// ------------------------------------------------------------------------------------------------------------- reach
+
+/** Show, everywhere at once, which rows the pointed one came from and which it reaches. */
+function mark() {
+  for (const {element, name, row} of vectors) {
+    let relation = '';
+    if (pointed) {
+      if (name === pointed.name && row === pointed.row) relation = 'here';
+      else if (depends(pointed.name, pointed.row, name, row)) relation = 'source';
+      else if (depends(name, row, pointed.name, pointed.row)) relation = 'target';
+      else if (!['parameter', 'constant'].includes(matrices[name].kind)) relation = 'off';
+    }
+    for (const r of ['here', 'source', 'target', 'off']) element.classList.toggle(r, r === relation);
+  }
+  drawStatus();
+}
+
+const rowName = (name, row) => (matrices[name].tokens[0] ? quoted(tokens[row]) : say('row', {number: row + 1}));
+
+function listed(rows) {
+  if (!rows.length) return say('nothing');
+  if (rows.length > 1 && rows.length === count) return say('all_rows');
+  const names = rows.map(i => quoted(tokens[i]));
+  return names.length <= 6 ? names.join(' ') : say('more', {first: names.slice(0, 3).join(' '), last: names.at(-1), count: names.length});
+}
+
+/** The line below: the pointed row in words, and the number under the pointer. `cell`: {element, column}. */
+function drawStatus(cell = null) {
+  for (const element of document.querySelectorAll('.factor')) element.classList.remove('factor');
+  if (!pointed) return get('status').replaceChildren(say('hint'));
+  const {name, row, gradient} = pointed, every = [...tokens.keys()];
+  const parts = [make('b', '', {}, rowName(name, row)), ' ', title(name, gradient)];
+  const tell = (key, other, rows) => parts.push(make('span', '', {}, ...sentence(key, {}, {name: `[${other}]`, rows: '[rows]'})
+    .map(part => (part.textContent === 'rows' ? make('span', '', {}, listed(rows)) : part))));
+  const came = () => every.filter(i => depends(name, row, 'X', i)), reached = () => every.filter(i => depends('Y', i, name, row));
+  const [from, to] = gradient ? ['goes_to', 'arrives_from'] : ['came_from', 'reaches'];
+  const said = [() => name !== 'X' && matrices[name].kind !== 'parameter' && tell(from, 'X', came()),
+    () => name !== 'Y' && tell(to, 'Y', reached())];
+  for (const part of gradient ? said.reverse() : said) part();
+  if (cell) parts.push(...drawNumber(cell));
+  get('status').replaceChildren(...parts);
+}
+
+/** The number under the pointer with all its digits, and where it is the result of a product, the sum behind it. */
+function drawNumber({figure, column}) {
+  const {name, row, gradient} = pointed, m = matrices[name], array = gradient ? m.gradient : m.values;
+  const v = array[row * m.columns + column];
+  const parts = [make('span', 'number', {}, ` [${row + 1}, ${column + 1}] = ${exact(v, array)}`)];
+  if (m.kind === 'attention' && !gradient && Number.isFinite(v)) {
+    const share = {query: quoted(tokens[row]), key: quoted(tokens[column]), percent: (100 * v).toPrecision(3)};
+    parts.push(make('span', '', {}, say('attends', share)));
+  } else if (v === -Infinity) {
+    parts.push(make('span', '', {}, say('masked')));
+  }
+  const line = figure.closest('.equation'), factors = figure.closest('.result') && product(line.dataset.text);
+  if (factors) {
+    parts.push(make('span', 'sum', {}, sumOf(factors, row, column)));
+    markFactors(line, factors, row, column);
+  }
+  return parts;
+}
+
+function point(vector, event) {
+  const figure = vector?.closest('figure');
+  if (figure && matrices[figure.dataset.name].kind === 'constant') vector = null; // it comes from nowhere
+  const next = vector && {name: figure.dataset.name, row: Number(vector.dataset.row), gradient: figure.dataset.of === 'gradients'};
+  if (next?.name !== pointed?.name || next?.row !== pointed?.row || next?.gradient !== pointed?.gradient) {
+    pointed = next;
+    mark();
+  }
+  if (vector && event?.type === 'mousemove' && !figure.classList.contains('small')) {
+    let column = event.target.dataset.column;
+    if (event.target.tagName === 'CANVAS') {
+      const turned = figure.classList.contains('turned'), {width, height} = event.target.getBoundingClientRect();
+      const {columns} = matrices[pointed.name];
+      column = Math.min(columns - 1, Math.max(0, Math.floor(turned ? (event.offsetY / height) * columns : (event.offsetX / width) * columns)));
+    }
+    if (column !== undefined && present(matrices[pointed.name], Number(column))) {
+      drawStatus({figure, column: Number(column)});
+      if (event.target.tagName === 'CANVAS') event.target.title = get('status').querySelector('.number').textContent.trim();
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- controls
+
+function choices(id, legend, options, chosen, choose) {
+  get(id).replaceChildren(make('legend', '', {}, legend), ...options.map((text, i) => {
+    const input = make('input', '', {type: 'radio', name: id, value: i});
+    input.checked = i === chosen;
+    input.addEventListener('change', () => choose(i));
+    return make('label', '', {}, input, make('span', '', {}, text));
+  }));
+}
+
+function drawControls() {
+  document.documentElement.lang = state.lang === 'zh' ? 'zh-CN' : 'en';
+  document.title = say(facts.layer === undefined ? 'title' : 'title_layer', facts);
+  get('title').textContent = document.title;
+  get('facts').textContent = say('facts', {...facts, tokens: count}) + (cropped() ? ' ' + say('cropped') : '');
+  get('language').textContent = say('other_language');
+  choices('modes', say('show'), [say('values'), say('gradients')], Number(state.gradients), i => {
+    if (i) state.decode = 0;
+    set({gradients: Boolean(i)});
+  });
+  choices('heads', say('head'), data.walks.map((_, i) => String(i + 1)), state.head, i => set({head: i}));
+  get('heads').hidden = data.walks.length === 1;
+  get('decoding').hidden = !data.decode.length;
+  get('decoding').firstElementChild.textContent = say('decode');
+  get('decode').max = data.decode.length;
+  get('back').textContent = '← ' + say('back');
+  get('next').textContent = say('next') + ' →';
+  get('map').setAttribute('aria-label', say('map'));
+}
+
+const cropped = () => Object.values(matrices).some(m => m.rows < m.shape[0] || m.columns < m.shape[1]);
+
+function drawDecode() {
+  get('decode').value = state.decode;
+  get('decoded').textContent = state.decode ? say('decode_at', {t: state.decode, n: data.decode.length}) : say('decode_off');
+  get('modes').querySelectorAll('input')[Number(state.gradients)].checked = true;
+}
+
+function set(changes) {
+  const held = get('equations').contains(document.activeElement) ? pointed?.row : undefined;
+  Object.assign(state, changes);
+  pointed = null;
+  const whole = Object.keys(changes).some(key => key !== 'step');
+  if ('lang' in changes) drawControls();
+  if (whole) {
+    vectors = [];
+    drawMap();
+  }
+  drawDecode();
+  drawStep();
+  if (held !== undefined) { // who follows a row with the keyboard goes on with it
+    get('equations').querySelector(`.result .vector[data-row="${Math.min(held, count - 1)}"]`)?.focus();
+  }
+}
+
+const move = by => set({step: Math.max(0, Math.min(steps().length - 1, state.step + by))});
+
+get('language').addEventListener('click', () => set({lang: state.lang === 'en' ? 'zh' : 'en'}));
+get('back').addEventListener('click', () => move(-1));
+get('next').addEventListener('click', () => move(1));
+get('decode').addEventListener('input', event => set({decode: Number(event.target.value), gradients: false}));
+get('map').addEventListener('click', event => {
+  const target = event.target.closest('[data-step]');
+  if (!target) return;
+  const head = Number(target.dataset.lane ?? state.head), step = Number(target.dataset.step);
+  set(head === state.head ? {step} : {step, head});
+  get('heads').querySelectorAll('input')[head].checked = true;
+});
+for (const type of ['mouseover', 'mousemove', 'focusin']) {
+  document.addEventListener(type, event => point(event.target.closest?.('.vector'), event));
+}
+document.addEventListener('mouseleave', () => point(null));
+document.addEventListener('focusout', () => point(null));
+document.addEventListener('keydown', event => {
+  if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === 'INPUT') return;
+  if (event.key === 'ArrowRight') move(1);
+  if (event.key === 'ArrowLeft') move(-1);
+  const vector = event.target.closest?.('.vector');
+  if (vector && (event.key === 'ArrowDown' || event.key === 'ArrowUp')) {
+    const next = vector[event.key === 'ArrowDown' ? 'nextElementSibling' : 'previousElementSibling'];
+    if (next?.classList.contains('vector')) next.focus();
+    event.preventDefault();
+  }
+});
+dark.addEventListener('change', () => set({lang: state.lang}));
+let width = innerWidth;
+addEventListener('resize', () => {
+  if (width !== innerWidth) drawStep();
+  width = innerWidth;
+});
+
+set({lang: state.lang});
