@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -137,42 +138,47 @@ def test_numpy_integers_are_numbers():
 
 
 def test_no_number_is_in_two_parts():
-    train, validation, test = split_numbers(9000, 700, 800)
-    assert [len(part) for part in (train, validation, test)] == [9000, 700, 800]
-    assert len({*train, *validation, *test}) == 9000 + 700 + 800
+    train, validation, test = split_numbers(72_000, 700, 800)
+    assert [len(part) for part in (train, validation, test)] == [72_000, 700, 800]
+    assert len({*validation, *test}) == 700 + 800
+    assert not {*train} & {*validation, *test}
 
 
 def test_all_small_numbers_are_learned_and_none_is_asked_for():
-    train, validation, test = split_numbers(3000, 300, 300)
+    train, validation, test = split_numbers(7200, 300, 300)
     assert set(range(1000)) <= set(train)
     assert min(validation + test) >= 1000
 
 
 def test_lengths_are_drawn_evenly():
-    _, _, test = split_numbers(1500, 100, 2000)
+    train, _, test = split_numbers(7200, 100, 2000)
+    assert np.bincount([len(str(n)) for n in train]).tolist() == [0] + [900] * 8
     counts = np.bincount([len(str(n)) for n in test])[4:]
     assert len(counts) == 5
-    assert counts.min() > 330  # 400 expected, 18 the standard deviation
+    assert counts.min() > 380  # of the 420 of each length that validation and test share
+
+
+def test_numbers_come_again_only_where_there_are_no_others():
+    train, validation, test = split_numbers(80_000, 100, 100)
+    counts = Counter(train)
+    assert {counts[n] for n in range(10)} == {1000}
+    four = [n for n in range(1000, 10_000) if n not in {*validation, *test}]
+    assert {counts[n] for n in four} == {1, 2}
+    assert max(counts[n] for n in counts if n >= 10_000) == 1
 
 
 def test_every_word_of_the_held_out_numbers_occurs_in_training():
-    train, validation, test = split_numbers(1500, 500, 500)
+    train, validation, test = split_numbers(7200, 500, 500)
     for say in (english, chinese):
         known = {word for n in train for word in say(n)}
         assert {word for n in validation + test for word in say(n)} <= known
 
 
 def test_the_parts_depend_on_the_seed_alone():
-    assert split_numbers(1200, 50, 50, seed=1) == split_numbers(1200, 50, 50, seed=1)
-    assert split_numbers(1200, 50, 50, seed=1) != split_numbers(1200, 50, 50, seed=2)
-
-
-def test_short_lengths_give_what_they_have_and_longer_ones_the_rest():
-    train, _, _ = split_numbers(50_000, 100, 100)
-    four = [n for n in train if 1000 <= n < 10_000]
-    assert 8700 < len(four) <= 9000
+    assert split_numbers(7200, 50, 50, seed=1) == split_numbers(7200, 50, 50, seed=1)
+    assert split_numbers(7200, 50, 50, seed=1) != split_numbers(7200, 50, 50, seed=2)
 
 
 def test_too_few_numbers_for_training_are_refused():
-    with pytest.raises(ValueError, match="below 1000"):
-        split_numbers(999)
+    with pytest.raises(ValueError, match="n_train is 7200 or more, got 7199"):
+        split_numbers(7199)

@@ -28,7 +28,7 @@ RUNGS = sorted(path.stem for path in (EXAMPLES / "translation").glob("[a-g]_*.py
 
 @pytest.fixture(scope="module")
 def corpus():
-    return common.number_corpus(n_train=1200, n_held_out=30)
+    return common.number_corpus(n_train=7200, n_held_out=30)
 
 
 @pytest.fixture
@@ -98,16 +98,16 @@ def test_the_ladder_climbs_a_file_of_pairs(tsv, tmp_path, capsys):
 
 
 def test_saved_weights_translate_as_the_trained_ones_did(tmp_path, corpus, capsys):
-    model = g_encoder_decoder.build(common.number_corpus(1500, 40), seed=0)
+    model = g_encoder_decoder.build(common.number_corpus(7200, 40), seed=0)
     model.save(tmp_path / "weights.safetensors")
     arguments = ["--short", "--weights", str(tmp_path / "weights.safetensors"), "--say", "two million and five"]
     g_encoder_decoder.main([*arguments, "--beam", "2"])
     out = capsys.readouterr().out
     found = model.search(
-        common.number_corpus(1500, 40).source.encode(["two", "million", "and", "five"]),
+        common.number_corpus(7200, 40).source.encode(["two", "million", "and", "five"]),
         beam=2,
     )
-    assert found.tree(common.number_corpus(1500, 40).target.words.__getitem__) in out
+    assert found.tree(common.number_corpus(7200, 40).target.words.__getitem__) in out
 
 
 def test_training_is_the_same_every_time_and_lowers_the_loss(corpus):

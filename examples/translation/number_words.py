@@ -91,36 +91,38 @@ def four_digits(n):
 # Which numbers are learned from, and which are asked for
 
 
-def split_numbers(n_train, n_validation=1000, n_test=1000, seed=0):
-    """Three lists without a common number: training, validation, test.
+LENGTHS = range(1, 9)  # how many digits a number has
 
-    Lengths are drawn evenly. Validation and test hold numbers of four digits and more: below 1000 there are so few
-    that all belong to training, and a word that is never seen there could not be learned. Training numbers are
-    distinct, and all below 1000 are among them.
+
+def split_numbers(n_train, n_validation=1000, n_test=1000, seed=0):
+    """Three lists for training, validation and test; no number is in two of them.
+
+    Lengths are drawn evenly in each. Validation and test hold different numbers of four digits and more: below 1000
+    there are so few that all belong to training, where they come again and again, and a word that is never seen there
+    could not be learned.
     """
     rng = np.random.default_rng(seed)
-    held_out = distinct(rng, (4, 5, 6, 7, 8), n_validation + n_test, exclude=set())
-    small = list(range(1000))
-    if n_train < len(small):
+    share, least = n_train // len(LENGTHS), 900
+    if share < least:
         raise ValueError(
-            f"all {len(small)} numbers below 1000 are for training, so n_train is at least that; {n_train}"
+            f"all numbers below 1000 are for training, so n_train is {least * len(LENGTHS)} or more, got {n_train}"
         )
-    large = distinct(rng, (4, 5, 6, 7, 8), n_train - len(small), exclude=set(held_out))
-    return small + large, held_out[:n_validation], held_out[n_validation:]
+    n = n_validation + n_test
+    held_out = [number for length in (4, 5, 6, 7, 8) for number in of_length(rng, length, -(-n // 5), set())]
+    held_out = [int(number) for number in rng.permutation(held_out)[:n]]
+    train = [number for length in LENGTHS for number in of_length(rng, length, share, set(held_out))]
+    return train, held_out[:n_validation], held_out[n_validation:]
 
 
-def distinct(rng, lengths, n, exclude):
-    """`n` different numbers whose lengths are drawn evenly; a length that runs dry is left out from then on."""
-    found, seen = [], set(exclude)
-    room = {length: 9 * 10 ** (length - 1) for length in lengths}
-    for number in exclude:
-        room[len(str(number))] -= 1
+def of_length(rng, length, n, exclude):
+    """`n` numbers of so many digits in random order, different ones as long as there are any, and then from the first
+    on again."""
+    low, high = (10 ** (length - 1) if length > 1 else 0), 10**length
+    if high <= 10_000:
+        return np.resize(rng.permutation([k for k in range(low, high) if k not in exclude]), n).tolist()
+    found = {}  # a dict keeps the order
     while len(found) < n:
-        length = int(rng.choice([length for length in lengths if room[length]]))
-        number = int(rng.integers(10 ** (length - 1), 10**length))
-        while number in seen:
-            number = int(rng.integers(10 ** (length - 1), 10**length))
-        seen.add(number)
-        found.append(number)
-        room[length] -= 1
-    return found
+        number = int(rng.integers(low, high))
+        if number not in exclude:
+            found[number] = True
+    return list(found)
