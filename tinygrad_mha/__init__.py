@@ -1,6 +1,6 @@
 """Arrays that remember how they were made, so that multi-head attention can be seen, checked and trained."""
 
-from tinygrad_mha import check, data, nn, ops, optim, viz
+from tinygrad_mha import check, data, nn, ops, optim, training, viz
 from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
 from tinygrad_mha.engine import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.generation import generate, stream
@@ -12,5 +12,5 @@ __version__ = "0.1.0"
 
 __all__ = ["GradcheckError", "GradcheckReport", "Tensor", "check", "data", "enable_grad", "grad", "gradcheck"]
 __all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
-__all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "vjp"]
+__all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "training", "vjp"]
 __all__ += ["graph", "graph_diff", "viz", "walkthrough"]

@@ -385,7 +385,7 @@ def train(
         OSError: the folder cannot be written.
 
     Example:
-        >>> run = train("tiny", text="hello world. " * 99, steps=3, sample_interval=0, show="quiet")
+        >>> run = train("tiny", text="hello world. " * 99, steps=3, eval_batches=1, sample_interval=0, show="quiet")
         >>> [row["step"] for row in run.log.rows]
         [0, 1, 2, 3]
     """

@@ -1,0 +1,818 @@
+import csv
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha import training
+from tinygrad_mha.checkpoints import latest
+from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
+from tinygrad_mha.nn import GPT, GPTConfig
+from tinygrad_mha.storage import CheckpointError, load_arrays
+from tinygrad_mha.training import (
+    DivergedError,
+    Run,
+    TrainConfig,
+    accumulate,
+    draw_losses,
+    load_trained,
+    preset,
+    train,
+)
+
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
+
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 23
+SMALL = TrainConfig(
+    n_layer=1,
+    n_head=2,
+    n_embd=6,
+    block_size=7,
+    dropout=0.25,
+    batch_size=3,
+    accumulate=2,
+    steps=11,
+    learning_rate=1e-2,
+    min_lr=1e-3,
+    warmup=2,
+    eval_interval=4,
+    eval_batches=2,
+    sample_interval=5,
+    sample_tokens=9,
+    checkpoint_interval=3,
+)
+
+
+def small(folder=None, **options):
+    return train(options.pop("config", SMALL), options.pop("text", TEXT), folder, **{"show": "quiet", **options})
+
+
+def contents(folder):
+    """Every file of a run's folder that must not depend on interruptions."""
+    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+    files.pop("loss.png", None)
+    return files
+
+
+CAN_DRAW = training.can_draw
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Neither a picture at the end of every run nor waiting for the disk: a killed process loses nothing that is
+    written, only a dead machine does."""
+    training.can_draw, sync, os.fsync = lambda: False, os.fsync, lambda handle: None
+    yield
+    training.can_draw, os.fsync = CAN_DRAW, sync
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal; whoever starts the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    small(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------ configuration
+
+
+def test_the_cpu_preset_is_the_cpu_configuration_of_nanogpt():
+    config = preset("cpu")
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size, config.batch_size) == (4, 4, 128, 64, 12)
+    assert (config.learning_rate, config.min_lr, config.warmup, config.steps) == (1e-3, 1e-4, 100, 2000)
+    assert (config.betas, config.weight_decay, config.clip, config.dropout) == ((0.9, 0.99), 0.1, 1.0, 0.0)
+    assert config.lr(0) == pytest.approx(1e-3 / 101)
+    assert config.lr(100) == 1e-3
+    assert config.lr(2000) == 1e-4
+
+
+def test_a_run_shorter_than_its_warmup_only_warms_up():
+    config = preset("cpu", steps=50)
+    assert config.lr(49) == pytest.approx(1e-3 * 50 / 101)
+
+
+def test_an_unknown_key_names_the_nearest_known_one():
+    with pytest.raises(ValueError, match=r"no 'learning_rat'; did you mean 'learning_rate'\?"):
+        TrainConfig.of({"learning_rat": 1e-3})
+    with pytest.raises(ValueError, match="no 'zzz'; it has n_layer, n_head"):
+        preset("tiny", zzz=1)
+    with pytest.raises(ValueError, match="no 'step'; did you mean 'steps'"):
+        train("tiny", TEXT, step=3)
+
+
+def test_an_unknown_preset_names_those_that_exist():
+    with pytest.raises(ValueError, match="no configuration 'large'; there are tiny, cpu"):
+        train("large", TEXT)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"steps": -1},
+        {"n_layer": 2.0},
+        {"eval_interval": True},
+        {"min_lr": 1.0},
+        {"clip": -1.0},
+        {"clip": math.inf},
+        {"seed": -1},
+        {"learning_rate": math.nan},
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(SMALL, **wrong)
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="n_head"):
+        train(SMALL, TEXT, n_head=4)
+
+
+def test_a_configuration_survives_json():
+    assert TrainConfig.of(json.loads(json.dumps(dataclasses.asdict(SMALL)))) == SMALL
+
+
+# ----------------------------------------------------------------------------------------------------------- one step
+
+
+def test_accumulation_weights_every_counted_target_alike(rng):
+    model = GPT(GPTConfig(vocab_size=11, block_size=20, n_layer=1, n_head=2, n_embd=6), seed=0).astype(np.float64)
+    idx, targets = rng.integers(11, size=(2, 2, 5, 20))
+    targets[0, :, 1:] = -100
+    targets[0, 0, 0] = -100
+    whole = model.loss(np.concatenate(idx), np.concatenate(targets))
+    whole.backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    value = accumulate(model, list(zip(idx, targets, strict=True)))
+    assert value == pytest.approx(whole.item(), rel=1e-12)
+    for p, g in zip(model.parameters(), expected, strict=True):
+        assert np.allclose(p.grad, g, rtol=0, atol=1e-10)
+
+
+def test_the_mean_of_ten_and_a_hundred_targets_is_not_the_mean_of_means():
+    class Fixed:
+        def loss(self, idx, targets):
+            return tg.Tensor(float(idx[0]), requires_grad=True, dtype=np.float64)
+
+    few, many = np.full(100, -100), np.zeros(100, int)
+    few[:10] = 0
+    assert accumulate(Fixed(), [(np.array([1.0]), few), (np.array([3.0]), many)]) == pytest.approx(2.81818182, abs=1e-8)
+
+
+def test_one_batch_of_sixty_trains_like_six_of_ten():
+    large = small(steps=3, dropout=0.0, batch_size=60, accumulate=1)
+    parts = small(steps=3, dropout=0.0, batch_size=10, accumulate=6)
+    for a, b in zip(large.log.rows, parts.log.rows, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert a.get(name) == (pytest.approx(b[name], rel=2e-6) if name in b else None)
+    for (_, p), (_, q) in zip(large.model.named_parameters(), parts.model.named_parameters(), strict=True):
+        assert np.allclose(p.numpy(), q.numpy(), rtol=0, atol=1e-5)
+
+
+def test_one_update_moves_every_parameter():
+    run = Run(SMALL, TEXT)
+    before = run.model.state_dict()
+    run.update()
+    for name, p in run.model.named_parameters():
+        assert (p.numpy() != before[name]).mean() > 0.9, name
+        assert p.grad is None
+
+
+def test_an_update_follows_the_schedule_and_clips():
+    run = Run(dataclasses.replace(SMALL, clip=1e-3, dropout=0.0), TEXT)
+    before = run.model.state_dict()
+    row = run.update()
+    assert row["learning_rate"] == pytest.approx(1e-2 / 3)
+    assert row["grad_norm"] > 1e-3
+    # Adam's first step is lr * m / (|m| + eps'): with a clipped gradient eps shows, so steps are shorter than lr.
+    moved = max(np.abs(p.numpy() - before[name]).max() for name, p in run.model.named_parameters() if p.ndim == 1)
+    assert 0 < moved <= row["learning_rate"] * 1.0001
+    first = run.optimizer.state[0]["m"]
+    norm = math.sqrt(sum(float((state["m"] ** 2).sum()) for state in run.optimizer.state))
+    assert first.dtype == np.float32
+    assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+def test_an_untrained_model_knows_nothing_and_a_trained_one_knows_its_text():
+    run = small(
+        dropout=0.0, n_embd=16, accumulate=1, batch_size=16, steps=150, warmup=5, learning_rate=2e-2, eval_interval=150
+    )
+    first, last = run.log.rows[0], run.log.rows[-1]
+    assert first["validation_loss"] == pytest.approx(math.log(run.tokenizer.vocab_size), abs=0.1)
+    assert last["validation_loss"] < 0.5
+
+
+# ---------------------------------------------------------------------------------------------------- the loop's rows
+
+
+def test_the_log_has_one_row_per_step_and_one_for_the_end(uninterrupted):
+    with open(uninterrupted / "log.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(SMALL.steps + 1))
+    assert [int(row["step"]) for row in rows if row["validation_loss"]] == [0, 4, 8, 11]
+    assert [float(row["learning_rate"]) for row in rows[:-1]] == [SMALL.lr(i) for i in range(SMALL.steps)]
+    assert rows[-1]["loss"] == ""
+    assert all(float(row["loss"]) > 0 < float(row["grad_norm"]) for row in rows[:-1])
+
+
+def test_the_log_in_memory_is_the_log_in_the_file(uninterrupted):
+    rows = small().log.rows
+    with open(uninterrupted / "log.csv", newline="") as file:
+        read = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    assert read == rows
+
+
+def test_samples_are_kept_with_their_step(uninterrupted):
+    with open(uninterrupted / "samples.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [0, 5, 10, 11]
+    assert {len(row["text"]) for row in rows} == {1 + SMALL.sample_tokens}
+    assert all(row["text"][0] == TEXT[0] for row in rows)
+    assert set("".join(row["text"] for row in rows)) <= set(TEXT)
+
+
+def weights(run):
+    return {name: p.numpy().tobytes() for name, p in run.model.named_parameters()}
+
+
+def test_looking_does_not_change_what_is_learned():
+    plain = small(eval_interval=100, sample_interval=0)
+    watched = small(eval_interval=1, eval_batches=3, sample_interval=1, show=lambda event: np.random.rand())
+    assert weights(plain) == weights(watched)
+
+
+def test_evaluation_is_without_dropout_and_the_same_every_time():
+    run = Run(SMALL, TEXT)
+    run.update()
+    first = run.evaluate()
+    assert run.evaluate() == first
+    assert run.model.training
+    run.model.eval()
+    batches = run._windows("validation", run.validation_ids, training.EVALUATION)
+    assert first == pytest.approx(np.mean([run.model.loss(*next(batches)).item() for _ in range(2)]), rel=1e-12)
+
+
+def test_dropout_and_data_have_their_own_generators():
+    with_dropout, without = Run(SMALL, TEXT), Run(dataclasses.replace(SMALL, dropout=0.0), TEXT)
+    with_dropout.update()
+    without.update()
+    assert np.array_equal(next(with_dropout.batches)[0], next(without.batches)[0])
+
+
+def test_seeds_decide_and_zero_is_one_of_them():
+    zero, again, one = small(seed=0), small(seed=0), small(seed=1)
+    assert weights(zero) == weights(again)
+    assert zero.log.rows == again.log.rows
+    assert weights(zero) != weights(one)
+
+
+def test_a_run_without_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------ exact resume
+
+
+def test_a_finished_run_keeps_one_whole_checkpoint(uninterrupted):
+    files = set(contents(uninterrupted))
+    whole = {"state.json", "model.safetensors", "optimizer.safetensors", "characters.json"}
+    assert files == {"LATEST", "log.csv", "samples.csv"} | {f"step-11/{name}" for name in whole}
+    assert latest(uninterrupted) == uninterrupted / "step-11"
+
+
+def test_a_checkpoint_is_json_and_safetensors_and_nothing_else(uninterrupted):
+    for path in latest(uninterrupted).iterdir():
+        if path.suffix == ".safetensors":
+            assert all(a.dtype == np.float32 for a in load_arrays(path).values())
+        else:
+            json.loads(path.read_text())
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("stop", range(1, 11))
+def test_a_run_interrupted_after_any_step_resumes_bit_for_bit(tmp_path, uninterrupted, stop):
+    def interrupt(event):
+        if event["event"] == "step" and event["step"] == stop - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = small(tmp_path, show=interrupt)
+    assert run.interrupted
+    assert run.step == stop
+    assert latest(tmp_path).name == f"step-{stop}"
+    again = small(tmp_path, resume=True)
+    assert not again.interrupted
+    assert contents(tmp_path) == contents(uninterrupted)
+    with open(uninterrupted / "log.csv", newline="") as file:
+        assert again.log.rows == [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def test_a_finished_run_can_be_resumed_and_stays_the_same(tmp_path, uninterrupted):
+    small(tmp_path)
+    small(tmp_path, resume=True)
+    assert contents(tmp_path) == contents(uninterrupted)
+
+
+def test_resuming_where_there_is_nothing_begins(tmp_path, uninterrupted):
+    small(tmp_path / "new", resume=True)
+    assert contents(tmp_path / "new") == contents(uninterrupted)
+
+
+def test_a_resumed_run_finds_its_configuration_and_text_by_itself(tmp_path, uninterrupted):
+    path = tmp_path / "text"
+    path.write_text(TEXT)
+    small(tmp_path / "run", text=path, steps=3)
+    run = train(folder=tmp_path / "run", resume=True, steps=5, show="quiet")
+    assert run.config == dataclasses.replace(SMALL, steps=5)
+    assert [row["step"] for row in run.log.rows] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_may_go_on_for_longer(tmp_path):
+    small(tmp_path, steps=3, warmup=3)
+    longer = small(tmp_path, resume=True, steps=6, warmup=3)
+    assert [row["step"] for row in longer.log.rows] == list(range(7))
+    assert "loss" in longer.log.rows[3]
+
+
+def test_a_run_with_byte_pairs_resumes_with_them(tmp_path):
+    pytest.importorskip("tokenizers")
+    merges = [("t", "h"), ("th", "e")]
+    vocab = {token: i for i, token in enumerate([*BYTE_SYMBOLS, "th", "the"])}
+    small(tmp_path, tokenizer=BPETokenizer(vocab, merges), steps=2)
+    run = small(tmp_path, resume=True, steps=4)
+    assert run.tokenizer.vocab_size == 258
+    assert 257 in run.train_ids
+    model, tokenizer = load_trained(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("the")) == "the"
+    assert model.config.vocab_size == 258
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interruption_acts_at_once(tmp_path):
+    def interrupt_twice(event):
+        if event["event"] == "step" and event["step"] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        small(tmp_path, show=interrupt_twice)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert latest(tmp_path).name == "step-3"
+
+
+def test_an_ignored_interruption_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run = small(steps=2, show=lambda event: os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not run.interrupted
+    assert run.step == 2
+
+
+def test_training_in_another_thread_leaves_signals_alone():
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(small(steps=1)))
+    thread.start()
+    thread.join()
+    assert runs[0].step == 1
+
+
+# A process of its own: it can be killed for real, and may fork without taking threads along.
+KILLED = """
+import os, resource, shutil, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_training import SMALL, TEXT, contents, small
+import builtins, tinygrad_mha.training
+tinygrad_mha.training.can_draw, os.fsync = lambda: False, lambda handle: None
+
+# One step: an evaluation, a sample, a row, and a checkpoint that takes the place of the one before.
+SHORT = {"steps": 1, "eval_interval": 1, "eval_batches": 1, "sample_interval": 1, "sample_tokens": 1}
+SHORT |= {"checkpoint_interval": 1, "resume": True}
+folder, whole = Path(sys.argv[2], "killed"), Path(sys.argv[2], "whole")
+small(whole, **SHORT)
+expected = contents(whole)
+
+def child(prepare):
+    "Train in a child process that `prepare` has given a reason to die."
+    pid = os.fork()
+    if pid == 0:
+        try:
+            prepare()
+            small(folder, **SHORT)
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+def check(prepare, what):
+    shutil.rmtree(folder, ignore_errors=True)
+    status = child(prepare)
+    small(folder, **SHORT)
+    assert contents(folder) == expected, (what, sorted(contents(folder)))
+    return status
+"""
+
+AT_EVERY_FILE_OPERATION = """
+calls = ["open", "replace", "mkdir", "rmdir", "unlink", "fsync"]
+
+def killed_at(n):
+    def prepare():
+        left = [n]
+        def lethal(function):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+            return call
+        for name in calls:
+            setattr(os, name, lethal(getattr(os, name)))
+        builtins.open = lethal(open)
+    return prepare
+
+n, died = 0, 0
+while True:
+    n += 1
+    if os.WIFEXITED(check(killed_at(n), n)):
+        break
+    died += 1
+print(died)
+"""
+
+IN_THE_MIDDLE_OF_A_FILE = """
+def limited(size, deadly):
+    def prepare():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return prepare
+
+largest = max(map(len, expected.values()))
+sizes = range(1, largest, largest // 6)
+statuses = [check(limited(size, deadly), (size, deadly)) for size in sizes for deadly in (True, False)]
+assert all(os.WIFSIGNALED(s) for s in statuses[::2]), statuses
+assert all(os.WIFEXITED(s) and os.WEXITSTATUS(s) == 3 for s in statuses[1::2]), statuses
+print(len(statuses))
+"""
+
+
+def in_a_process(script, tmp_path):
+    command = [sys.executable, "-c", KILLED + script, str(Path(__file__).parent), str(tmp_path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@posix
+def test_a_run_killed_at_any_file_operation_resumes_bit_for_bit(tmp_path):
+    result = in_a_process(AT_EVERY_FILE_OPERATION, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 50
+
+
+@posix
+def test_a_run_that_dies_or_fails_in_the_middle_of_a_file_resumes_bit_for_bit(tmp_path):
+    result = in_a_process(IN_THE_MIDDLE_OF_A_FILE, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 10
+
+
+@posix
+def test_a_process_killed_at_random_moments_resumes_bit_for_bit(tmp_path):
+    options = {"steps": 60, "eval_interval": 20, "sample_interval": 20, "checkpoint_interval": 2}
+    small(tmp_path / "whole", **options)
+    script = textwrap.dedent(f"""
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[1])
+        from test_training import small, training
+        training.can_draw = lambda: False
+        small(Path(sys.argv[2]), resume=True, show="json", **{options})
+    """)
+    draw, kills = random.Random(1), 0
+    while True:
+        command = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path / "killed")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            lines = [process.stdout.readline() for _ in range(draw.randrange(60))]
+            time.sleep(draw.uniform(0, 0.01))
+            process.kill()
+            lines += process.stdout.readlines()
+        if any(b'"end"' in line for line in lines):
+            break
+        kills += 1
+    assert kills > 1
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+# ------------------------------------------------------------------------------------------------------- what can fail
+
+
+@pytest.mark.parametrize("fails_at", range(1, 8))
+def test_a_failing_replace_keeps_the_old_checkpoint_and_is_reported(tmp_path, monkeypatch, fails_at):
+    run = Run(SMALL, TEXT, folder=tmp_path)
+    training.begin_folder(run)
+    run.update()
+    before = {name: data for name, data in contents(tmp_path).items() if name.startswith(("LATEST", "step-0/"))}
+    left, replace = [fails_at], os.replace
+
+    def failing(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(28, "no space left")
+        return replace(*args)
+
+    monkeypatch.setattr(os, "replace", failing)
+    if fails_at > 6:  # one for each of four files, one for the folder, one for LATEST
+        run.save()
+        assert latest(tmp_path).name == "step-1"
+    else:
+        with pytest.raises(OSError, match="no space left"):
+            run.save()
+        after = contents(tmp_path)
+        assert {name: after[name] for name in before} == before
+        assert latest(tmp_path).name == "step-0"
+        assert not [name for name in after if ".tmp" in name]
+    monkeypatch.undo()
+    small(tmp_path, resume=True)
+    assert latest(tmp_path).name == "step-11"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "characters.json"])
+@pytest.mark.parametrize("length", [0, 7, 0.5, -1, None])
+def test_a_truncated_or_missing_file_of_a_checkpoint_is_refused_by_name(tmp_path, name, length):
+    small(tmp_path, steps=1)
+    path = latest(tmp_path) / name
+    whole = path.read_bytes()
+    if length is None:
+        path.unlink()
+    else:
+        path.write_bytes(whole[: int(length * len(whole)) if isinstance(length, float) else length])
+    before = contents(tmp_path)
+    with pytest.raises(
+        (CheckpointError, OSError, ValueError), match="characters|tokenizer" if "char" in name else name
+    ):
+        small(tmp_path, resume=True, steps=2)
+    if name != "optimizer.safetensors":
+        with pytest.raises((CheckpointError, OSError, ValueError)):
+            load_trained(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    small(tmp_path / "a", steps=1)
+    small(tmp_path / "b", steps=1, n_embd=10)
+    (latest(tmp_path / "a") / "model.safetensors").write_bytes(
+        (latest(tmp_path / "b") / "model.safetensors").read_bytes()
+    )
+    with pytest.raises(CheckpointError, match=r"model.safetensors.*expected \(\d+, 6\)"):
+        small(tmp_path / "a", resume=True)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    small(tmp_path / "a", steps=1)
+    small(tmp_path / "b", steps=1, n_embd=10)
+    (latest(tmp_path / "a") / "optimizer.safetensors").write_bytes(
+        (latest(tmp_path / "b") / "optimizer.safetensors").read_bytes()
+    )
+    with pytest.raises(CheckpointError, match=r"does not belong to this run.*expected"):
+        small(tmp_path / "a", resume=True)
+
+
+def test_another_configuration_is_refused_and_says_what_differs(tmp_path):
+    small(tmp_path, steps=1)
+    with pytest.raises(CheckpointError, match=r"n_embd is 6, not 10; learning_rate is 0.01, not 0.02"):
+        small(tmp_path, resume=True, n_embd=10, learning_rate=0.02)
+    with pytest.raises(CheckpointError, match=r"n_layer is 1, not 2"):
+        small(tmp_path, config="tiny", resume=True)
+
+
+def test_another_text_is_refused(tmp_path):
+    small(tmp_path, steps=1)
+    with pytest.raises(CheckpointError, match=r"another text: 1035 characters.*now 1034"):
+        small(tmp_path, text=TEXT[:-1], resume=True)
+    with pytest.raises(ValueError, match="hand it over again"):
+        train(folder=tmp_path, resume=True, show="quiet")
+
+
+def test_fewer_steps_than_there_were_are_refused(tmp_path):
+    small(tmp_path, steps=3)
+    with pytest.raises(ValueError, match="3 steps behind it, more than the 2"):
+        small(tmp_path, resume=True, steps=2)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    small(tmp_path, steps=1)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="holds a run already, at step-1: resume it, or choose another folder"):
+        small(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path):
+    for name in ("step-by-step.txt", "step-3.txt", "notes.tmp"):
+        (tmp_path / name).write_text("mine")
+    small(tmp_path, steps=1)
+    assert {"step-by-step.txt", "step-3.txt", "notes.tmp"} <= {p.name for p in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("content", ["", "step-7\n", "../step-1", "step-1/../.."])
+def test_a_latest_that_names_nothing_is_refused(tmp_path, content):
+    small(tmp_path, steps=1)
+    (tmp_path / "LATEST").write_text(content)
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        small(tmp_path, resume=True)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(OSError, match=r"cannot keep the run in this folder.*file"):
+            small(folder)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="whoever may do everything is refused nothing")
+def test_a_read_only_folder_is_refused_at_once(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match="cannot keep the run"):
+        small(tmp_path / "run")
+
+
+def test_a_log_that_was_spoiled_is_refused_and_one_that_was_moved_away_begins_anew(tmp_path):
+    small(tmp_path, steps=3)
+    log = tmp_path / "log.csv"
+    whole = log.read_text()
+    log.write_text(whole.replace("1,0.00666", "1,oops"))
+    with pytest.raises(CheckpointError, match=r"log.csv has a row that cannot be read"):
+        small(tmp_path, resume=True)
+    log.unlink()
+    small(tmp_path, resume=True)
+    assert log.read_text().splitlines()[0] == whole.splitlines()[0]
+
+
+@pytest.mark.parametrize(("characters", "part"), [(3, "training"), (40, "validation"), (70, "validation")])
+def test_a_text_that_is_too_short_says_which_part(characters, part):
+    with pytest.raises(ValueError, match=rf"the {part} part .*too short"):
+        small(text=TEXT[:characters])
+
+
+def test_a_loss_that_is_no_number_stops_with_its_step_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+    loss = GPT.loss
+    seen = []
+
+    def poisoned(self, idx, targets):
+        seen.append(self.training)
+        value = loss(self, idx, targets)
+        return value * math.nan if seen.count(True) > 2 * 7 else value
+
+    monkeypatch.setattr(GPT, "loss", poisoned)
+    with pytest.raises(DivergedError, match=r"at step 7: the loss is nan .*last good checkpoint is .*step-6"):
+        small(tmp_path)
+    monkeypatch.undo()
+    model, _ = load_trained(tmp_path)
+    assert all(np.isfinite(p.numpy()).all() for p in model.parameters())
+    with open(tmp_path / "log.csv") as file:
+        assert len(file.readlines()) == 1 + 7
+
+
+def test_a_run_that_really_diverges_stops_without_warnings():
+    with pytest.raises(DivergedError, match=r"diverged at step \d+: .* Try a lower learning rate"):
+        small(learning_rate=1e30, min_lr=0.0, warmup=0, weight_decay=0.0, sample_interval=0, eval_interval=100)
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
+    run = Run(SMALL, TEXT, folder=tmp_path)
+    training.begin_folder(run)
+    run.update()
+    run.model.parameters()[0].data[0, 0] = math.inf
+    with pytest.raises(DivergedError, match=r"a weight is inf or nan"):
+        run.save()
+    assert latest(tmp_path).name == "step-0"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="/proc tells what a handle stands for")
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    run = Run(SMALL, TEXT, folder=tmp_path)
+    training.begin_folder(run)
+    run.update()
+    done, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(f"-> {Path(new).name}"), replace(old, new)))
+    run.save()
+    before = done[: done.index("-> LATEST")]
+    synced = [name for name in before if not name.startswith("->")]
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "characters.json"):
+        assert before.index(f"-> {name}") > 0
+        assert any(name in other for other in synced)
+    assert before.index("step-1.tmp") == before.index("-> step-1") - 1
+    assert {"log.csv", "samples.csv", tmp_path.name} <= set(synced)
+
+
+def test_a_run_without_folder_cannot_be_saved():
+    with pytest.raises(ValueError, match="no folder"):
+        Run(SMALL, TEXT).save()
+
+
+# -------------------------------------------------------------------------------------------------------- using a run
+
+
+def test_a_trained_model_comes_back_with_its_tokenizer(tmp_path):
+    run = small(tmp_path)
+    model, tokenizer = load_trained(tmp_path)
+    assert tokenizer.characters == run.tokenizer.characters
+    assert not model.training
+    ids = tokenizer.encode("the lazy")[None, :7]
+    with tg.no_grad():
+        assert np.array_equal(model(ids).numpy(), run.model.eval()(ids).numpy())
+    again, _ = load_trained(latest(tmp_path))
+    assert np.array_equal(again.parameters()[0].numpy(), model.parameters()[0].numpy())
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="is no checkpoint of a run"):
+        load_trained(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_json_prints_one_object_per_event(capsys):
+    run = small(show="json")
+    out, err = capsys.readouterr()
+    events = [json.loads(line) for line in out.splitlines()]
+    assert err == ""
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(12))
+    assert [event["step"] for event in events if event["event"] == "sample"] == [0, 5, 10, 11]
+    assert events[1]["tokens_per_second"] > 0
+    steps = [event for event in events if event["event"] == "step"]
+    assert [{k: event[k] for k in row} for row, event in zip(run.log.rows, steps, strict=True)] == run.log.rows
+    assert events[-1] == {"event": "end", "step": 11, "interrupted": False}
+
+
+def test_events_name_each_checkpoint(tmp_path):
+    events = []
+    small(tmp_path, show=events.append)
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [3, 6, 9, 11]
+    assert saved[-1]["path"] == str(tmp_path / "step-11")
+
+
+def test_quiet_prints_nothing(capsys, tmp_path):
+    small(tmp_path)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_shows_losses_speed_and_samples(capsys):
+    run = small(show="bar")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"validation {run.log.rows[-1]['validation_loss']:.4f}" in err
+    assert f"loss {run.log.rows[-2]['loss']:.4f}" in err
+    assert "tokens/s" in err
+    assert "11/11" in err
+    assert run.samples.rows[1]["text"] in err
+
+
+def test_an_unknown_way_to_show_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='"bar", "json", "quiet" or a function'):
+        small(tmp_path / "run", show="loud")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_loss_curve_is_drawn_where_matplotlib_is(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(training, "can_draw", CAN_DRAW)
+    small(tmp_path / "with", steps=2)
+    assert (tmp_path / "with" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    draw_losses([], tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").exists()
+    monkeypatch.setattr(training, "can_draw", lambda: False)
+    small(tmp_path / "without", steps=2)
+    assert not (tmp_path / "without" / "loss.png").exists()
+
+
+def test_the_documented_example_is_true():
+    run = train("tiny", text="hello world. " * 99, steps=3, eval_batches=1, sample_interval=0, show="quiet")
+    assert [row["step"] for row in run.log.rows] == [0, 1, 2, 3]
