@@ -76,6 +76,10 @@ TWO_OPERANDS = {
         lambda a, b, where=where: where(checkerboard(np.broadcast_shapes(a.shape, b.shape)), a, b)
         for where in (ops.where, np.where)
     ),
+    "mask": (
+        lambda a, b: ops.exp(ops.mask(a, b > 0)) + b,
+        lambda a, b: np.exp(np.where(b > 0, a, -np.inf)) + b,
+    ),
     "+": (operator.add, np.add),
     "-": (operator.sub, np.subtract),
     "*": (operator.mul, np.multiply),
