@@ -1,0 +1,193 @@
+"""The command line, as a person uses it. (`tinygrad-mha gradcheck` is in test_registry.py.)"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha.cli import main
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 20
+SMALL = ["--set", "n_layer=1", "n_embd=8", "n_head=2", "block_size=8", "batch_size=2", "eval_batches=1"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def run(text, tmp_path, capsys):
+    """A small run of training, on the disk."""
+    folder = tmp_path / "run"
+    assert main(["train", "--text", str(text), "--out", str(folder), "--steps", "5", "--quiet", *SMALL]) == 0
+    capsys.readouterr()
+    return folder
+
+
+def refused(capsys, *argv):
+    """What a call that cannot be carried out says."""
+    assert main(list(map(str, argv))) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tinygrad-mha: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+# --------------------------------------------------------------------------------------------------- train, generate
+
+
+def test_train_says_how_it_went_and_what_comes_next(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--text", str(text), "--out", str(out), "--steps", "3", "--quiet", *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "finished at step 3; validation loss" in said
+    assert f"tinygrad-mha generate {out}" in said
+
+
+def test_train_resumes_and_equals_the_uninterrupted_run(text, tmp_path, run, capsys):
+    half = tmp_path / "half"
+    for steps in ("2", "5"):
+        call = ["train", "--text", str(text), "--out", str(half), "--steps", steps, "--resume", "--quiet"]
+        # The schedule looks at the number of steps, so it is kept the same by a constant rate.
+        assert main([*call, *SMALL, "learning_rate=0.001", "min_lr=0.001"]) == 0
+    whole = tmp_path / "whole"
+    call = ["train", "--text", str(text), "--out", str(whole), "--steps", "5", "--quiet"]
+    assert main([*call, *SMALL, "learning_rate=0.001", "min_lr=0.001"]) == 0
+    weights = [(path / "step-5" / "model.safetensors").read_bytes() for path in (half, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_train_prints_events_as_json(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--text", str(text), "--out", str(out), "--steps", "2", "--json", *SMALL]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == [0, 1, 2]
+
+
+def test_train_refuses_what_it_cannot_use(text, tmp_path, run, capsys):
+    out = tmp_path / "new"
+    assert "there is no text file" in refused(capsys, "train", "--text", tmp_path / "missing", "--out", out)
+    (tmp_path / "bad").write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refused(capsys, "train", "--text", tmp_path / "bad", "--out", out)
+    (tmp_path / "empty").write_text("")
+    refused(capsys, "train", "--text", tmp_path / "empty", "--out", out)
+    assert "n_layer" in refused(capsys, "train", "--text", text, "--out", out, "--set", "n_layers=2")
+    assert "NAME=VALUE" in refused(capsys, "train", "--text", text, "--out", out, "--set", "n_layer")
+    assert "holds a run already" in refused(capsys, "train", "--text", text, "--out", run)
+    assert not out.exists()
+
+
+def test_generate_continues_a_prompt_and_repeats_with_a_seed(run, capsys):
+    texts = []
+    for seed in ("0", "0", "1"):
+        assert main(["generate", str(run), "--prompt", "the ", "-n", "20", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert texts[0].startswith("the ")
+    assert len(texts[0]) == len("the ") + 20 + 1
+
+
+def test_generate_is_the_same_with_and_without_the_cache_and_counts(run, capsys):
+    said = []
+    for more in ([], ["--no-cache"]):
+        call = ["generate", str(run), "--prompt", "fox", "-n", "5", "--temperature", "0", "--stats", *more]
+        assert main(call) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out
+    assert "with the cache; multiply-adds:" in said[0].err
+    assert "without the cache; multiply-adds:" in said[1].err
+
+
+def test_generate_says_when_the_context_slides(run, capsys):
+    assert main(["generate", str(run), "--prompt", "the ", "-n", "30", "--seed", "0"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("note: ")
+    assert "more than the context holds: block_size is 8" in said
+    assert "block_size is 8" in refused(capsys, "generate", run, "--prompt", "the ", "-n", "30", "--on-full", "error")
+
+
+def test_generate_opens_a_hugging_face_folder(tmp_path, capsys):
+    config = tg.nn.GPTConfig(vocab_size=11, block_size=16, n_layer=1, n_head=2, n_embd=8)
+    model = tg.nn.GPT(config).eval()
+    model.save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--ids", "1", "2", "3", "-n", "4", "--temperature", "0"]) == 0
+    ids = [int(word) for word in capsys.readouterr().out.split()]
+    assert ids == tg.generate(model, [1, 2, 3], 4, temperature=0)[0].tolist()
+    assert "has no tokenizer" in refused(capsys, "generate", tmp_path, "--prompt", "hello")
+
+
+def test_generate_refuses_what_it_cannot_use(run, tmp_path, capsys):
+    assert "no such folder" in refused(capsys, "generate", tmp_path / "missing")
+    refused(capsys, "generate", tmp_path)
+    assert "'%' (U+0025) at position 3" in refused(capsys, "generate", run, "--prompt", "fox%")
+    refused(capsys, "generate", run, "--prompt", "")
+    assert "top_k" in refused(capsys, "generate", run, "--top-k", "-1")
+    assert "temperature" in refused(capsys, "generate", run, "--temperature", "-1")
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+@pytest.mark.parametrize("what", ["mha", "block", "gpt"])
+@pytest.mark.parametrize("more", [[], ["--no-values"], ["--ops", "separate", "--direction", "LR"]], ids=" ".join)
+def test_graph_draws_what_is_known_by_name(what, more, tmp_path, capsys):
+    out = tmp_path / "x.dot"
+    assert main(["graph", what, "-o", str(out), *more]) == 0
+    assert out.read_text().startswith("digraph")
+    assert "boxes" in capsys.readouterr().out
+
+
+def test_graph_of_the_attention_names_its_matrices(tmp_path):
+    main(["graph", "mha", "-o", str(tmp_path / "x.dot")])
+    dot = (tmp_path / "x.dot").read_text()
+    for name in ("X", "W_Q1", "K_2", "scores_1", "S_2", "H_1", "Concat", "W_O", "Y", "head 1", "head 2"):
+        assert f">{name}<" in dot
+
+
+def test_graph_draws_a_function_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x, w): return (x @ w).tanh().named('out')\n")
+    out = tmp_path / "x.dot"
+    assert main(["graph", f"{file}:f", "--shape", "2x3", "3x5", "-o", str(out), "--backward"]) == 0
+    assert "out" in out.read_text()
+    assert "expected mha, block, gpt or FILE.py:NAME" in refused(capsys, "graph", "what", "-o", out)
+    assert "needs inputs" in refused(capsys, "graph", f"{file}:f", "-o", out)
+    assert ".svg" in refused(capsys, "graph", "mha", "-o", tmp_path / "x.bmp")
+
+
+def test_walkthrough_writes_a_page_of_ones_own_sentence(tmp_path, run, capsys):
+    page = tmp_path / "page.html"
+    assert main(["walkthrough", "the cat sat on mats", "-o", str(page)]) == 0
+    assert "mats" in page.read_text()
+    assert "5 tokens and 2 heads" in capsys.readouterr().out
+    assert main(["walkthrough", "the fox", "-o", str(page), "--model", str(run)]) == 0
+    assert "no words" in refused(capsys, "walkthrough", "  ", "-o", page)
+    assert "5x7x11" in refused(capsys, "walkthrough", "a b", "-o", page, "--widths", "5x7")
+
+
+# ---------------------------------------------------------------------------------------------------------------- demo
+
+
+def test_the_demo_shows_everything_and_says_where_it_is(tmp_path, capsys):
+    out = tmp_path / "demo"
+    assert main(["demo", "--steps", "6", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    for part in ("S_1  3x3", "gradcheck of Block: ok", "validation loss", "the same tokens: True", str(out)):
+        assert part in said
+    assert {"gradcheck.txt", "sample.txt", "walkthrough.html", "gpt"} <= {path.name for path in out.iterdir()}
+    assert "holds something already" in refused(capsys, "demo", "--out", out)
+
+
+def test_the_package_runs_as_a_module():
+    call = [sys.executable, "-m", "tinygrad_mha", "--version"]
+    assert subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip() == (
+        f"tinygrad-mha {tg.__version__}"
+    )
