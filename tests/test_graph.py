@@ -152,10 +152,17 @@ def test_data_is_a_box_though_it_was_given_as_an_array():
 def test_what_a_module_uses_and_does_not_own_is_an_input():
     mha = nn.MultiHeadAttention(5, 1, rng=0)
     given = tg.Tensor(np.ones((3, 5), dtype=np.float32), requires_grad=True)
-    graph = tg.graph(mha(given))
+    graph = tg.graph(mha(given) + 1)
     assert boxes(graph)["input"].kind == "input"
     assert frame_of(graph, "input") == []
     assert frame_of(graph, "W_Q") == ["MultiHeadAttention"]
+
+
+def test_a_frame_around_everything_holds_the_inputs_too():
+    mha = nn.MultiHeadAttention(5, 2, rng=0)
+    graph = tg.graph(mha.per_head(tg.Tensor(np.ones((3, 5)), requires_grad=True, name="X")))
+    assert frame_of(graph, "X") == ["MultiHeadAttention"]
+    assert frame_of(graph, "W_Q2") == ["head 2", "MultiHeadAttention"]
 
 
 def test_input_parameter_attention_and_output_are_told_in_words_too():
@@ -765,7 +772,7 @@ def test_left_to_right_is_another_direction_of_the_same_graph():
 def test_the_matrices_of_a_head_keep_their_order():
     text = tg.graph(two_heads()).dot
     ids = {node.title: node.id for node in tg.graph(two_heads()).picture.nodes}
-    for row in (("Q_1", "K_1", "V_1"), ("W_Q2", "W_K2", "W_V2")):
+    for row in (("Q_1", "K_1", "V_1", "Q_2", "K_2", "V_2"), ("W_Q1", "W_K1", "W_V1", "W_Q2", "W_K2", "W_V2")):
         assert f"{{ rank=same {' -> '.join(ids[name] for name in row)} [style=invis] }}" in text
 
 

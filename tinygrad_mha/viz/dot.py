@@ -279,7 +279,7 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
 
 
 def side_by_side(picture: Picture) -> list[str]:
-    """Keep Q, K and V in this order: boxes made of the same input and of one parameter each stand in a row.
+    """Keep Q, K and V in this order, and the heads: boxes made of one input and one parameter each stand in a row.
 
     Without it, versions of Graphviz differ. The parameters above them stand in the same order.
     """
@@ -287,13 +287,14 @@ def side_by_side(picture: Picture) -> list[str]:
     sources: dict[str, list[str]] = defaultdict(list)
     for edge in picture.edges:
         sources[edge.target].append(edge.source)
-    rows: dict[tuple[str | None, str], list[tuple[str, str]]] = defaultdict(list)
-    for node in picture.nodes:
+    frames = {cluster.id: i for i, cluster in enumerate(picture.clusters)}
+    rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for node in sorted(picture.nodes, key=lambda node: frames.get(node.cluster or "", -1)):
         made_of = sources[node.id]
         parameters = [id for id in made_of if nodes[id].kind == "parameter"]
         if len(made_of) == 2 and len(parameters) == 1 and nodes[parameters[0]].cluster == node.cluster:
             x = next(id for id in made_of if id != parameters[0])
-            rows[node.cluster, x].append((node.id, parameters[0]))
+            rows[x].append((node.id, parameters[0]))
     lines = []
     chains = [ids for pairs in rows.values() if len(pairs) > 1 for ids in zip(*pairs, strict=True)]
     uses = Counter(edge.source for edge in picture.edges)

@@ -1,7 +1,8 @@
 """tg.graph: the picture of a computation, and tg.graph_diff: two of them with their differences.
 
-From tensors to a file there are four steps, each a file of its own: `trace` reads the run, `draft` decides what gets a
-box and what is written in it, `dot` writes the picture as text, `render` lets Graphviz draw it. This file is the door.
+From tensors to a file there are five steps, each a file of its own: `trace` reads the run, `draft` decides what gets a
+box (with `places`, the modules), `compose` what is written in it (with `naming`, `formula`), `dot` writes the picture
+as text (with `heat`), and `render` lets Graphviz draw it. This file is the door.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from tinygrad_mha.engine import Node, toposort
 from tinygrad_mha.storage import replacing
 from tinygrad_mha.tensor import Tensor
 from tinygrad_mha.viz import render
+from tinygrad_mha.viz.compose import compose
 from tinygrad_mha.viz.diff import compared
 from tinygrad_mha.viz.dot import fit, to_dot
 from tinygrad_mha.viz.draft import MOST_IN_A_FORMULA, Draft, Options
+from tinygrad_mha.viz.naming import titles_of
 from tinygrad_mha.viz.picture import Picture
 from tinygrad_mha.viz.places import Pattern, identity
 from tinygrad_mha.viz.trace import SHAPE_ONLY, trace, trace_backward
@@ -173,9 +176,11 @@ def graph(
     draft = Draft(list(run.values()), [run[id(root)] for root in roots], options)
     check_patterns(draft, options)
     check_size(draft, max_nodes)
-    picture = draft.picture()
-    named = [draft.titles[run[id(root)]] for root in roots]
-    return Graph(picture, direction, engine, f"graph of {', '.join(named[:3])}{', …' if len(named) > 3 else ''}")
+    titles = titles_of(draft)
+    named = [titles[run[id(root)]] for root in roots]
+    return Graph(
+        compose(draft, titles), direction, engine, f"graph of {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
+    )
 
 
 def graph_diff(a: Any, b: Any, **options: Any) -> Graph:

@@ -32,6 +32,7 @@ class Place:
         self.children: list[Place] = []
         self.values: list[Value] = []  # at home right here, in the order of the run
         self.closed = False
+        self.twin: Place | None = None  # in the backward half: the place whose gradients are here
         self.run: list[Place] = [self]  # neighbours that compute the same; only the first of them is drawn
 
     @property
@@ -79,8 +80,8 @@ def plant(values: Sequence[Value], kinds: dict[Value, Kind]) -> tuple[Place, dic
 
     What a module uses and does not own was given to it: such leaves become inputs in `kinds`.
     """
-    root, known, home, names = Place("", None), {}, {}, {}
-    twins: dict[Place, Place] = {}
+    root, known, home = Place("", None), {}, {}
+    twins: dict[Place, Place] = {}  # from the forward half to the backward half
 
     def step(place: Place, entry: Any) -> Place:
         key = (place, identity(entry))
@@ -95,25 +96,41 @@ def plant(values: Sequence[Value], kinds: dict[Value, Kind]) -> tuple[Place, dic
         home[value] = root
         for entry in value.scope:
             home[value] = step(home[value], entry)
-    owners = owned_by_modules(root)
-    for value in reversed(values):  # users first
-        if value.op is None and value.users:
-            if id(value.tensor) in owners:
-                home[value], names[value] = owners[id(value.tensor)]
-            else:
-                users = [home[user] for user in value.users if user.backward == value.backward]
-                home[value] = around(users)
-                given = any(place.module is not None for place in home[value].outward())
-                if given and (value.name or "")[:1] not in ("W", "w"):
-                    kinds[value] = "input"
-                if kinds[value] == "input":
-                    home[value] = outside(users[0])
+    names = house_leaves(values, kinds, root, home)
     for value in values:
         if value.backward and value.gradient_of:
             home[value] = twins[home[value.gradient_of[0]]]
     for value in values:
         home[value].values.append(value)
     return root, home, names
+
+
+def house_leaves(
+    values: Sequence[Value], kinds: dict[Value, Kind], root: Place, home: dict[Value, Place]
+) -> dict[Value, str]:
+    """Give each leaf a home, and those that a module owns the name that they have there."""
+    owners, given_at = owned_by_modules(root), entrance(values, root, home)
+    names = {}
+    for value in values:
+        if value.op is not None or not value.users:
+            continue
+        if id(value.tensor) in owners:
+            home[value], names[value] = owners[id(value.tensor)]
+            continue
+        home[value] = around([home[user] for user in value.users if user.backward == value.backward])
+        used_by_a_module = any(place.module is not None for place in home[value].outward())
+        if used_by_a_module and not value.backward and (value.name or "")[:1] not in ("W", "w"):
+            kinds[value] = "input"
+        if kinds[value] == "input":
+            home[value] = given_at
+    return names
+
+
+def entrance(values: Sequence[Value], root: Place, home: dict[Value, Place]) -> Place:
+    """Where inputs stand: outside of all modules, unless one module is the frame of the whole picture."""
+    place = root.children[0] if root.children and root.children[0].name == FORWARD else root
+    whole = len(place.children) == 1 and not any(v.op and home[v] is place for v in values)
+    return place.children[0] if whole and place.children[0].kind else place
 
 
 def identity(entry: Any) -> tuple[str, int]:
@@ -136,12 +153,6 @@ def owned_by_modules(root: Place) -> dict[int, tuple[Place, str]]:
     return owners
 
 
-def outside(place: Place) -> Place:
-    """Where inputs stand: outside of all modules, but inside of the forward half of a picture that has two."""
-    *_, outermost, root = (place, *place.outward())
-    return outermost if outermost.name == FORWARD and root.parent is None else root
-
-
 def mirror(root: Place, step: Callable[[Place, Any], Place]) -> dict[Place, Place]:
     """Build the backward half of the tree like the forward half: gradients live where their values do."""
     half = root.children[0]
@@ -149,6 +160,7 @@ def mirror(root: Place, step: Callable[[Place, Any], Place]) -> dict[Place, Plac
     for place in half.inside():
         if place is not half and place.parent is not None:
             twins[place] = step(twins[place.parent], place.entry)
+            twins[place].twin = place
     return twins
 
 
@@ -172,6 +184,8 @@ def close(root: Place, depth: int | None, collapse: Sequence[Pattern], expand: S
         single = place.kind and len(computed) == 1
         too_deep = depth is not None and (place.depth > depth or single)
         place.closed = place.parent is not None and place not in wanted and (too_deep or place.matches(collapse))
+        if place.twin is not None:
+            place.closed = place.twin.closed
 
 
 def repetitions(root: Place, expand: Sequence[Pattern], least: int = 3) -> dict[Value, Value]:
@@ -214,6 +228,9 @@ def fingerprint(place: Place) -> tuple[Any, ...]:
     contents = place.contents()
     index: dict[Value, Any] = {value: i for i, value in enumerate(contents)}
 
+    def option(item: tuple[str, Any]) -> Any:
+        return item[0], np.shape(item[1]) if isinstance(item[1], np.ndarray) else str(item[1])
+
     def operand(x: Any) -> Any:
         if isinstance(x, Value):
             return index.setdefault(x, ("from outside", len(index)))
@@ -224,7 +241,7 @@ def fingerprint(place: Place) -> tuple[Any, ...]:
             value.op.name if value.op else "leaf",
             value.array.shape,
             value.array.dtype.str,
-            tuple((k, np.shape(v) if isinstance(v, np.ndarray) else str(v)) for k, v in value.kwargs.items()),
+            () if value.op and value.op.name == "getitem" else tuple(map(option, value.kwargs.items())),
             tuple(map(operand, value.inputs)),
         )
         for value in contents
