@@ -2,7 +2,7 @@
 
     python examples/translation/g_encoder_decoder.py
     python examples/translation/g_encoder_decoder.py --pairs FILE.tsv
-    python examples/translation/g_encoder_decoder.py --say "two million and five" --beam 3
+    python examples/translation/g_encoder_decoder.py --say "three million and seven" --beam 3
     python examples/translation/g_encoder_decoder.py --weights ladder/encoder_decoder.safetensors --say "seven"
 
 The answer is no longer tied to the places of the question: the decoder decides what comes next, and when to stop, from

@@ -32,7 +32,7 @@ RUNGS += [
 WEIGHTS = "encoder_decoder.safetensors"
 SENTENCES = [
     "twelve thousand three hundred and four",
-    "two million and five",
+    "three million and seven",
     "thirty million forty thousand six hundred and seventy",
 ]
 

@@ -116,13 +116,20 @@ def split_numbers(n_train, n_validation=1000, n_test=1000, seed=0):
 
 def of_length(rng, length, n, exclude):
     """`n` numbers of so many digits in random order, different ones as long as there are any, and then from the first
-    on again."""
+    on again.
+
+    Of long numbers, every other one on average is made rounder: each digit behind the first becomes 0 with a chance of
+    one half. Digits that are all drawn evenly would leave no two million and five among eight thousand numbers.
+    """
     low, high = (10 ** (length - 1) if length > 1 else 0), 10**length
     if high <= 10_000:
         return np.resize(rng.permutation([k for k in range(low, high) if k not in exclude]), n).tolist()
     found = {}  # a dict keeps the order
     while len(found) < n:
-        number = int(rng.integers(low, high))
+        digits = list(str(rng.integers(low, high)))
+        if rng.random() < 0.5:
+            digits[1:] = [digit if rng.random() < 0.5 else "0" for digit in digits[1:]]
+        number = int("".join(digits))
         if number not in exclude:
             found[number] = True
     return list(found)
