@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -150,6 +151,30 @@ def test_a_tied_weight_moves_by_the_sum_of_both_gradients():
     Adam([tied, tied]).step()
     Adam([first]).step()
     assert np.allclose(tied.numpy(), first.numpy(), atol=1e-12)
+
+
+def test_the_tied_head_of_a_gpt_is_one_parameter_that_stays_tied():
+    config = tg.nn.GPTConfig(vocab_size=11, block_size=7, n_layer=1, n_head=2, n_embd=6)
+    tied = tg.nn.GPT(config, seed=0).astype(np.float64)
+    untied = tg.nn.GPT(dataclasses.replace(config, tie_weights=False), seed=0).astype(np.float64)
+    untied.load_state_dict(tied.state_dict() | {"lm_head.weight": tied.wte.weight.numpy()})
+    idx, targets = np.random.default_rng(1).integers(11, size=(2, 3, 7))
+    for model in (tied, untied):
+        model.loss(idx, targets).backward()
+    both = untied.wte.weight.grad + untied.lm_head.weight.grad
+    assert np.allclose(tied.wte.weight.grad, both, rtol=0, atol=1e-12)
+
+    groups = decay_groups(tied, 0.1)
+    assert sum(p is tied.wte.weight for group in groups for p in group["params"]) == 1
+    assert tied.count() == untied.count() - 11 * 6
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in tied.parameters()))
+    assert clip_grad_norm([*tied.parameters(), tied.lm_head.weight], math.inf) == pytest.approx(norm, rel=1e-12)
+
+    untied.wte.weight.grad = both
+    AdamW(groups, lr=0.1).step()
+    AdamW(decay_groups(untied, 0.1), lr=0.1).step()
+    assert np.allclose(tied.wte.weight.numpy(), untied.wte.weight.numpy(), rtol=0, atol=1e-12)
+    assert tied.lm_head.weight is tied.wte.weight
 
 
 def test_groups_have_their_own_options():
