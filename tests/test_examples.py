@@ -1,0 +1,88 @@
+"""The toy examples: what they train on is what they say, and they learn."""
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["sort_digits", "add_numbers", "reverse", "names", "char_gpt"])
+def test_the_loss_of_a_short_run_falls(name, capsys):
+    losses = load(name).main(short=True)["losses"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert f"{losses[-1]:.4f}" in capsys.readouterr().out
+
+
+def test_a_seed_decides_the_whole_run():
+    example = load("sort_digits")
+    assert example.main(short=True) == example.main(short=True)
+
+
+def test_an_example_is_a_program(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sort_digits.py", "--short"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / "sort_digits.py"), run_name="__main__")
+    assert end.value.code == 0
+    assert "of 729" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_sorting_reaches_its_target():
+    assert load("sort_digits").main()["sorted"] == 729
+
+
+def test_sorting_is_taught_on_the_six_sorted_digits():
+    x, y = load("sort_digits").as_examples(np.array([[0, 2, 1, 1, 0, 1]]))
+    np.testing.assert_array_equal(x, [[0, 2, 1, 1, 0, 1, 0, 0, 1, 1, 1]])
+    np.testing.assert_array_equal(y, [[-100, -100, -100, -100, -100, 0, 0, 1, 1, 1, 2]])
+
+
+def test_addition_is_taught_on_the_three_digits_of_the_sum_ones_first():
+    x, y = load("add_numbers").as_examples(np.array([85, 7]), np.array([50, 4]))
+    np.testing.assert_array_equal(x, [[8, 5, 5, 0, 5, 3], [0, 7, 0, 4, 1, 1]])
+    np.testing.assert_array_equal(y, [[-100, -100, -100, 5, 3, 1], [-100, -100, -100, 1, 1, 0]])
+
+
+def test_copying_and_reversing_are_taught_on_the_answer():
+    example = load("reverse")
+    assert example.answer(">lamp=") == "lamp."
+    assert example.answer("<lamp=") == "pmal."
+    x, y = example.as_examples(["<ab=", ">c="])
+    read = [example.TOKENIZER.decode(row) for row in x]
+    assert [text.rstrip("a") for text in read] == ["<ab=b", ">c=c"]  # id 0, "a", fills up
+    taught = [(np.flatnonzero(row != -100).tolist(), example.TOKENIZER.decode(row[row != -100])) for row in y]
+    assert taught == [([3, 4, 5], "ba."), ([2, 3], "c.")]
+
+
+def test_names_are_taught_from_line_feed_to_line_feed():
+    example = load("names")
+    tokenizer = example.tg.data.CharTokenizer("\nabc")
+    x, y = example.as_examples(["cab", "b"], tokenizer, 5)
+    np.testing.assert_array_equal(x, [[0, 3, 1, 2, 0], [0, 2, 0, 0, 0]])
+    np.testing.assert_array_equal(y, [[3, 1, 2, 0, -100], [2, 0, -100, -100, -100]])
+
+
+def test_the_list_of_names_holds_each_once():
+    names = (EXAMPLES / "names.txt").read_text().split("\n")[:-1]
+    assert len(set(names)) == len(names) == 1300
+    assert names == sorted(names)
+    assert all(name.isascii() and name.isalpha() and name.islower() for name in names)
+
+
+def test_names_may_come_from_a_file_of_ones_own(tmp_path, capsys):
+    path = tmp_path / "planets.txt"
+    path.write_text("\n".join(["Merkur", "Venus", "Erde", "Mars", "Jupiter", "Saturn", "Uranus", "Neptun"] * 3))
+    assert load("names").main(short=True, file=path)["losses"]
+    assert "22 names to learn from, 2 kept back" in capsys.readouterr().out
