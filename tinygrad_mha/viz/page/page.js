@@ -115,11 +115,11 @@ function colour(v, most, which) {
 
 const css = rgb => (rgb ? `rgb(${rgb})` : 'transparent');
 
-/** Dark or white, whichever is read better on a colour (WCAG's relative luminance). */
+/** Black or white, whichever is read better on a colour (by WCAG's relative luminance, then never under 4.5 to 1). */
 function ink(rgb) {
   if (!rgb) return '';
   const [r, g, b] = rgb.map(v => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.187 ? '#101418' : '#fff';
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? '#000' : '#fff';
 }
 
 // ---------------------------------------------------------------------------------------------------------- matrices
@@ -497,7 +497,7 @@ function point(vector, event) {
     pointed = next;
     mark();
   }
-  if (vector && event?.type === 'mousemove' && !figure.classList.contains('small')) {
+  if (vector && event && !figure.classList.contains('small')) {
     let column = event.target.dataset.column;
     if (event.target.tagName === 'CANVAS') {
       const turned = figure.classList.contains('turned'), {width, height} = event.target.getBoundingClientRect();
@@ -580,10 +580,15 @@ get('map').addEventListener('click', event => {
   set(head === state.head ? {step} : {step, head});
   get('heads').querySelectorAll('input')[head].checked = true;
 });
-for (const type of ['mouseover', 'mousemove', 'focusin']) {
-  document.addEventListener(type, event => point(event.target.closest?.('.vector'), event));
-}
-document.addEventListener('mouseleave', () => point(null));
+const vectorOf = event => event.target.closest?.('.vector');
+let place = ''; // of the mouse: a page that changes under a mouse at rest must not take the row from the keyboard
+document.addEventListener('mousemove', event => {
+  const here = `${event.screenX} ${event.screenY}`;
+  if (here !== place) point(vectorOf(event), event);
+  place = here;
+});
+document.addEventListener('focusin', event => point(vectorOf(event)));
+document.documentElement.addEventListener('mouseleave', () => point(null));
 document.addEventListener('focusout', () => point(null));
 document.addEventListener('keydown', event => {
   if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === 'INPUT') return;
