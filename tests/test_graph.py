@@ -127,6 +127,7 @@ def test_brackets_stand_where_they_are_needed_and_nowhere_else():
         (ops.sqrt(ops.sum(a, axis=-1) + 1), "√(row sum(a) + 1)"),
         (a[0, 1:] * c, "a[0, 1:] * c"),
         ((a * 0.25) @ c, "a / 4 @ c"),
+        (a * 6**0.5, "√6 · a"),
         (a @ c * 0.25, "scaled: a @ c / √16"),
     ):
         assert " ".join(boxes(tg.graph(y))["output"].lines).removeprefix("output: ") == formula
@@ -539,6 +540,14 @@ def test_tied_weights_are_one_box():
 
 def boxes_titled(graph, title):
     return [node for node in graph.picture.nodes if node.title == title]
+
+
+def test_a_translator_is_drawn_with_both_of_its_sides():
+    model = nn.Transformer(11, 13, d_model=6, n_head=2, n_layer=3, d_ff=10, max_len=7)
+    graph = tg.graph(model.loss(np.array([[3, 4, 5, 6]]), np.array([[3, 4, 5]])), depth=1)
+    assert {"encoder.0…2  ×3", "decoder.0…2  ×3", "source_embedding", "target_embedding"} < set(titles(graph))
+    assert all(titles(graph))
+    assert len(boxes_titled(graph, "ids")) == 2
 
 
 def test_a_pattern_that_means_nothing_is_refused_with_what_there_is():

@@ -62,6 +62,9 @@ def lines_under(draft: Draft, titles: dict[Value, str], value: Value, title: str
         return ["begins as 1" if value.array.size == 1 and value.array.item() == 1 else "as given"]
     if value.op is None or draft.options.separate:
         return [word] if word else []
+    named = draft.reads(value)
+    if value.backward and all(isinstance(draft.box(v), Place) for v in named):
+        return [f"from {', '.join(dict.fromkeys(titles[v] for v in named))}"]  # the formula would name nothing else
     text = formula.formula(value, titles.__getitem__, draft.inlined.__contains__)
     if kind == "parameter":
         return [word, text]  # a slice: two short lines, for its box is narrow

@@ -207,7 +207,8 @@ def write_scale(c: Call) -> Formula:
     if by == -1:
         return write_neg(c)
     exact = divided(c.x, 1 / by, is_product(c.value.inputs[0])) if by else None
-    return exact or Formula(f"{number(by)} · {c.x.within(SIGN)}", PRODUCT)
+    factor = f"√{root(by)}" if by > 0 and root(by) and by != round(by) else number(by)
+    return exact or Formula(f"{factor} · {c.x.within(SIGN)}", PRODUCT)
 
 
 def is_product(x: Any) -> bool:

@@ -194,7 +194,7 @@ def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
     Example:
         >>> x = Tensor([1.0], requires_grad=True, name="x")
         >>> graph_diff((x * x).named("y"), (x * x + x).named("y")).picture.caption
-        ['only on the left: 0 boxes, 0 arrows · only on the right: 1 box, 3 arrows']
+        ['only on the left: 0 boxes, 1 arrow · only on the right: 1 box, 3 arrows']
     """
     left, right = (g if isinstance(g, Graph) else graph(g, **options) for g in (a, b))
     picture = compared(left.picture, right.picture)

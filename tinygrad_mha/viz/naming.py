@@ -59,7 +59,7 @@ def results_of_places(draft: Draft) -> dict[Value, str]:
     results: dict[Value, str] = {}
     for place in draft.tree.inside():
         leaving = draft.leaving(place)
-        if len(leaving) == 1 and leaving[0] not in draft.roots and place.parent is not None and not place.closed:
+        if len(leaving) == 1 and leaving[0] not in draft.roots and place.name and not place.closed:
             results[leaving[0]] = place.name  # an inner place comes later, and has the last word
     return results
 
@@ -72,11 +72,12 @@ def word_for(draft: Draft, value: Value) -> str:
         return "weights"
     if value.op is None:
         return name_in_frame(draft, value, role(value)) if draft.kinds[value] == "parameter" else "input"
-    chain = value
-    while is_unary(chain) and chain.sources[0] in draft.inlined:
-        chain = chain.sources[0]  # the scale of a matmul is a matmul
-    assert chain.op is not None
-    return chain.op.name
+    core = value
+    while is_unary(core) and core.sources[0] in draft.inlined:
+        core = core.sources[0]
+    named_after = value if is_unary(core) else core  # the scale of a matmul is a matmul
+    assert named_after.op is not None
+    return named_after.op.name
 
 
 def role(parameter: Value) -> str:

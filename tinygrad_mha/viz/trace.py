@@ -138,7 +138,7 @@ def composed_again(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
     operands = [x if isinstance(x, Tensor) else a for x, a in zip(node.inputs, node.arrays, strict=True)]
 
     def run() -> Any:
-        STATE.set(State(grad=True, record=True, scope=(*node.scope, node.op.name)))
+        STATE.set(State(grad=tensor.requires_grad, record=True, scope=(*node.scope, node.op.name)))
         return composition(*operands, **node.kwargs)
 
     start = engine.tick()
