@@ -293,7 +293,7 @@ where.vjps(
 @primitive
 def mask(scores, allow):
     """`scores` where the boolean `allow` holds, -inf elsewhere: excluded exactly, however large the score was."""
-    check_boolean(allow, "allow")
+    check_boolean(np.asarray(allow), "allow")  # comparing 0-d tensors gives a bool
     return np.where(allow, scores, -INFINITY)
 
 
