@@ -116,8 +116,8 @@ def main():
             sys.stdout.flush()
 
     limits = [
-        ("losses, first 101 iterations", max(loss_errors[:101]), 3e-6),
-        ("gradient norms, first 101 iterations, relative", max(norm_errors[:101]), 1e-5),
+        (f"losses, first {len(loss_errors[:101])} iterations", max(loss_errors[:101]), 3e-6),
+        (f"gradient norms, first {len(norm_errors[:101])} iterations, relative", max(norm_errors[:101]), 1e-5),
         (f"losses, all {n} iterations", max(loss_errors), 1e-4),
         ("mean evaluation losses", max(evaluation_errors), 1e-3),
     ]
