@@ -287,15 +287,11 @@ def test_each_decode_step_computes_one_row_and_reads_those_before_from_the_cache
 def test_a_cached_row_can_be_told_from_a_computed_one_without_colour(page):
     page.decode(3)
     page.go(3)
-    looks = [
-        page.run("return getComputedStyle(arguments[0], '::after').backgroundImage", v) for v in page.vectors("K_1")
-    ]
+    style = "const s = getComputedStyle(arguments[0].querySelector('.cell')); return s[arguments[1]]"
+    looks = [page.run(style, v, "backgroundImage") for v in page.vectors("K_1")]
     assert "repeating-linear-gradient" in looks[0] == looks[1]
     assert looks[2] == "none"
-    hidden = [
-        page.run("return getComputedStyle(arguments[0].querySelector('.cell')).visibility", v)
-        for v in page.vectors("K_1")
-    ]
+    hidden = [page.run(style, v, "visibility") for v in page.vectors("K_1")]
     assert hidden == ["visible"] * 3 + ["hidden"] * 2
 
 

@@ -146,7 +146,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
   if (size.h < 8 || (turned && size.w < 8)) grid.style.gap = 0;
   if (!small) figure.append(drawTop());
   for (let i = 0; i < m.rows; i++) {
-    const vector = make('div', 'vector ' + decodeState(m, i), small ? {} : {role: 'row', tabindex: i ? -1 : 0});
+    const vector = make('div', `vector ${decodeState(m, i)} ${size.digits ? '' : 'strip'}`, small ? {} : {role: 'row', tabindex: i ? -1 : 0});
     Object.assign(vector.dataset, {row: i});
     if (!small && m.tokens[0]) {
       vector.append(turned ? over(tokens[i], 'rowheader') : beside(tokens[i], 'rowheader'));
@@ -168,7 +168,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
     cell.style.height = size.h + 'px';
     if (!present(m, j)) return cell;
     const rgb = colour(v, most, which);
-    cell.style.background = css(rgb);
+    cell.style.backgroundColor = css(rgb);
     cell.style.color = ink(rgb);
     cell.style.fontSize = (size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12) + 'px';
     cell.textContent = size.digits === 4 ? digits4(v) : decimals2(v);
@@ -193,6 +193,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
   /** What stands over a matrix: its name and shape, and over columns that belong to tokens, those. */
   function drawTop() {
     const caption = make('figcaption', m.kind, {}, title(name, gradient, turned), make('b', '', {}, shape.join('×')));
+    if (!size.digits && which !== 'attention') caption.append(make('b', '', {}, '±' + digits4(most)));
     if (m.kind && !gradient) caption.append(make('i', '', {}, say(m.kind)));
     if (m.rows < m.shape[0] || m.columns < m.shape[1]) {
       const [rows, columns] = turned ? [m.columns, m.rows] : [m.rows, m.columns];
@@ -242,10 +243,10 @@ function parse(text) {
 }
 
 const widthOf = text => [...text].reduce((a, c) => a + (c > '\u2e7f' ? 13.5 : 7.6), 0); // about, in pixels
-const longest = Math.max(...tokens.map(t => widthOf(visible(t)))) + 4;
-const LABEL = Math.min(longest, 88) + 10; // the width of the tokens beside rows
+const longest = Math.max(...tokens.map(t => widthOf(visible(t)))) + 8;
+const LABEL = Math.min(longest, 92) + 6; // the width of the tokens beside rows
 const upright = w => w < Math.min(longest, 54); // tokens over columns that are too narrow stand upright
-const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 72) + 6 : 20); // none where columns are thin
+const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 76) + 2 : 20); // none where columns are thin
 
 /** How large the cells of an equation's matrices can be, so that it stands in one line if possible. */
 function sizes(terms, width) {
