@@ -270,6 +270,11 @@ def main() -> None:
         )
         print(f"  {kind:8} {line}{ratio}")
 
+    if torch is not None:
+        sums = {name: sum(sum(medians[name]) for medians in results["chain_us"].values()) for name in libraries}
+        results["chain_ratio"] = sums["tinygrad_mha"] / sums["torch"]
+        print(f"  all five together: ours / torch = {results['chain_ratio']:.2f}")
+
     print("\ntanh(x @ w) * x for n x n, forward and backward, us")
     results["size_us"] = {}
     for n in (2, 8, 32, 128, 512):

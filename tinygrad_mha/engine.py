@@ -298,14 +298,16 @@ def pull(value: Any, g: ndarray, gradients: dict[int, Any]) -> None:
                 raise no_rule(op, i)
             add(gradients, inputs[i], fit(answers[i], arrays[i], op, i))
         return
+    rules, kwargs = op.rules, node.kwargs
     operands = (g, value._data, *node.residuals, *arrays)
     for i in node.needed:
-        rule = op.rules[i] if op.rules is not None else rule_of(op, i)
-        gradient = rule(*operands, **node.kwargs)
+        rule = rules[i] if rules is not None else rule_of(op, i)
+        gradient = rule(*operands, **kwargs) if kwargs else rule(*operands)
         x = arrays[i]
         if gradient.__class__ is not ndarray or gradient.shape != x.shape or gradient.dtype is not x.dtype:
             gradient = fit(gradient, x, op, i)
-        add(gradients, inputs[i], gradient)
+        key = id(inputs[i])
+        gradients[key] = total(gradients[key], gradient) if key in gradients else gradient
 
 
 def pull_differentiably(value: Any, g: Any, gradients: dict[int, Any]) -> None:
@@ -356,7 +358,7 @@ def add(gradients: dict[int, Any], x: Any, gradient: Any) -> None:
 def total(a: Any, b: Any) -> Any:
     """`a + b`; of 0-d arrays too it is an array, where NumPy alone would give a scalar."""
     result = a + b
-    return np.asarray(result) if isinstance(result, np.generic) else result
+    return result if result.__class__ is ndarray or hasattr(result, "requires_grad") else np.asarray(result)
 
 
 def fit(gradient: Any, x: Any, op: Primitive, i: int) -> Any:

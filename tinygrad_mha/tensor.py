@@ -497,7 +497,10 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
     residuals: tuple[Any, ...] = ()
     if value.__class__ is not np.ndarray:
         value, residuals = op.value_and_residuals(value)
-    out = _wrap(value)
+    out = new_tensor(Tensor)
+    out._data = value
+    out.grad = out.node = out.name = out._written = None
+    out._needs_grad = False
     if needed and value.dtype.kind == "f":
         out._needs_grad = True
         if op.underivable:
@@ -540,8 +543,11 @@ def _refuse_underivable(op: Primitive, needed: tuple[int, ...]) -> None:
             )
 
 
+new_tensor = Tensor.__new__
+
+
 def _wrap(value: np.ndarray) -> Tensor:
-    out = Tensor.__new__(Tensor)
+    out = new_tensor(Tensor)
     out._data = value
     out.grad = out.node = out.name = out._written = None
     out._needs_grad = False
