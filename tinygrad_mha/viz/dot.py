@@ -138,7 +138,7 @@ def value_range(node: Node) -> str:
     value = node.value
     if not isinstance(value, Table) or value.palette == "attention" or is_tall(node) or shows_numbers(value):
         return ""
-    return extent(value)
+    return colour_range(value)
 
 
 def numbers(node: Node) -> list[str]:
@@ -162,10 +162,13 @@ def numbers(node: Node) -> list[str]:
 def extent(t: Table) -> str:
     """The range of the colours of a table, and how many numbers are outside of any range."""
     lost = int(t.data.size - np.isfinite(t.data).sum())
-    said = "0…1" if t.palette == "attention" else f"±{number(float(f'{scale(t.data):.2g}'))}"
     if lost == t.data.size:
         return "not finite"
-    return f"{said}, {lost} not finite" if lost else said
+    return f"{colour_range(t)}, {lost} not finite" if lost else colour_range(t)
+
+
+def colour_range(t: Table) -> str:
+    return "0…1" if t.palette == "attention" else f"±{number(float(f'{scale(t.data):.2g}'))}"
 
 
 def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:
