@@ -7,6 +7,8 @@ matrix. Nothing in it knows where a word stands, so "two thousand and five" and 
 answers in another order.
 """
 
+import sys
+
 import common
 
 from tinygrad_mha import nn
@@ -44,6 +46,6 @@ def show_blindness(model, corpus):
 
 if __name__ == "__main__":
     model, corpus = common.run(RUNG, TITLE, build, __doc__)
-    if "--pairs" not in common.sys.argv:
+    if "--pairs" not in sys.argv:
         print("\nEvery word is answered alike, wherever it stands:")
         show_blindness(model, corpus)
