@@ -40,7 +40,20 @@ def test_every_example_in_a_docstring_is_true(name, own_primitives):
 
 # A room may import what stands before it, and nothing else of ours.
 ROOMS = ["beam", "primitive", "kernels", "ops", "engine", "tensor", "transforms"]
-ROOMS += ["storage", "hf", "nn", "optim", "data", "generation", "checkpoints", "training", "viz", "check", "demo", "cli"]
+ROOMS += [
+    "storage",
+    "hf",
+    "nn",
+    "optim",
+    "data",
+    "generation",
+    "checkpoints",
+    "training",
+    "viz",
+    "check",
+    "demo",
+    "cli",
+]
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
