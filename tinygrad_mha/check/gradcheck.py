@@ -344,8 +344,8 @@ def _judge_zero(entry: Entry, reached: bool, expected: bool) -> None:
         entry.status = "vacuous"
         entry.note = (
             "the output is built on it, yet its gradient is zero everywhere, so this check could not fail. softmax or\n"
-            "layer norm followed by .sum() does that: return the tensor itself. If zero is right here, as for the bias\n"
-            f"of the keys, which no softmax sees, say so: zero=[{entry.name!r}]"
+            "layer norm followed by .sum() does that: return the tensor itself. If zero is right here, as for the\n"
+            f"bias of the keys, which no softmax sees, say so: zero=[{entry.name!r}]"
         )
     else:
         entry.status = "ignored"
