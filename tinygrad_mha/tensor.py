@@ -671,8 +671,8 @@ def _dot(a: Any, b: Any) -> Any:
     return UFUNCS[np.matmul](a, b)
 
 
-COMPARISONS: set[Any] = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal}
-COMPARISONS |= {np.isfinite, np.isnan, np.isinf, np.sign}
+COMPARISONS: tuple[Any, ...] = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
+COMPARISONS += (np.isfinite, np.isnan, np.isinf, np.sign)
 
 UFUNCS: dict[Any, Callable[..., Any]] = {
     np.add: _operator("__add__", "__radd__"),
