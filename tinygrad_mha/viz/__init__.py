@@ -1,8 +1,26 @@
-"""See it: graphs of a run, with shapes, values and gradients in the boxes."""
+"""See it: graphs of a run with shapes, values and gradients in the boxes; a walk through attention; plots."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tinygrad_mha.viz.graph import Graph, GraphTooLargeError, graph, graph_diff
 from tinygrad_mha.viz.render import NoEngineError
 from tinygrad_mha.viz.walkthrough import Walkthrough, walkthrough
 
+if TYPE_CHECKING:
+    from tinygrad_mha.viz.plots import heatmap, plot_gradient_norms, plot_logit_lens, plot_losses
+
 __all__ = ["Graph", "GraphTooLargeError", "NoEngineError", "graph", "graph_diff"]
 __all__ += ["Walkthrough", "walkthrough"]
+__all__ += ["heatmap", "plot_gradient_norms", "plot_logit_lens", "plot_losses"]
+
+
+def __getattr__(name: str) -> Any:
+    """Open `plots` when the first one is asked for: it imports matplotlib, which takes longer than all of us."""
+    if name in __all__:
+        return getattr(import_module("tinygrad_mha.viz.plots"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,274 @@
+"""Plots show the numbers that they were given, need no display, and say what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+
+matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: no plot is tested")
+from matplotlib import font_manager  # noqa: E402 (after the check that it is there)
+from matplotlib.text import Text  # noqa: E402
+
+from tinygrad_mha.viz import plots  # noqa: E402
+
+WORDS = ["the", "cat", "sat", "on", "mats"]
+
+
+def image(plot):
+    (shown,) = plot.axes[0].get_images()
+    return np.asarray(shown.get_array())
+
+
+def texts(plot):
+    return [text.get_text() for text in plot.findobj(Text) if text.get_text()]
+
+
+def labels(axis):
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+@pytest.fixture
+def model():
+    config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10)
+    return tg.nn.GPT(config)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def test_a_heatmap_shows_the_weights_and_names_of_one_head(rng):
+    weights = rng.dirichlet(np.ones(5), size=5)
+    plot = tg.viz.heatmap(weights, WORDS)
+    assert np.array_equal(image(plot), weights)
+    assert labels(plot.axes[0].xaxis) == labels(plot.axes[0].yaxis) == WORDS
+    assert f"{weights[3, 1]:.2f}" in texts(plot)
+
+
+def test_a_heatmap_has_a_panel_for_each_head_and_a_line_for_each_layer(rng):
+    weights = rng.dirichlet(np.ones(7), size=(3, 2, 5))
+    plot = tg.viz.heatmap(weights, WORDS, keys=list("abcdefg"))
+    shown = image(plot)
+    for layer, head in np.ndindex(3, 2):
+        panel = shown[layer * 6 : layer * 6 + 5, head * 8 : head * 8 + 7]
+        assert np.array_equal(panel, weights[layer, head])
+    assert {"head 1", "head 2", "layer 0", "layer 2"} <= set(texts(plot))
+    assert labels(plot.axes[0].xaxis) == list("abcdefg") * 2
+    assert len(plot.axes[0].patches) == 6
+
+
+def test_traces_of_an_attention_and_of_a_gpt_are_taken(model, rng):
+    mha = tg.nn.MultiHeadAttention(5, n_head=2, rng=0)
+    x = rng.standard_normal((1, 5, 5)).astype(np.float32)
+    _, trace = mha(x, causal=True, trace=True)
+    assert np.array_equal(plots.weights_of(trace)[0], trace.weights.data[0])
+    _, trace = model(rng.integers(0, 13, 7), trace=True)
+    stack = plots.weights_of(trace)
+    assert stack.shape == (3, 2, 7, 7)
+    assert np.array_equal(stack[2], trace.attention[2].weights.data)
+
+
+def test_what_is_no_number_is_black_and_a_gap_white():
+    colours = plots.palette("attention")
+    assert colours(np.nan) == matplotlib.colors.to_rgba(plots.INK)
+    assert colours(plots.GAP) == (1, 1, 1, 1)
+    tg.viz.heatmap(np.full((2, 2), np.nan))
+
+
+def test_a_token_is_no_formula_and_white_space_can_be_seen():
+    plot = tg.viz.heatmap(np.eye(5), ["$x$", " ", "\n", "a\nb", "</s>"])
+    assert labels(plot.axes[0].yaxis) == ["$x$", "␣", "⏎", "a⏎b", "</s>"]
+    assert not any(text.get_parse_math() for text in plot.findobj(Text))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: tg.viz.heatmap(np.ones(3)), r"got shape \(3,\)"),
+        (lambda: tg.viz.heatmap(np.ones((0, 3))), r"got shape \(0, 3\)"),
+        (lambda: tg.viz.heatmap(np.eye(3), WORDS), "tokens must be 3 names, one for each, got 5"),
+        (lambda: tg.viz.heatmap(np.ones((5, 3)), WORDS, keys=["a"]), "keys must be 3 names, one for each, got 1"),
+    ],
+)
+def test_bad_weights_and_names_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_batch_of_several_is_refused(rng):
+    mha = tg.nn.MultiHeadAttention(5, n_head=1, rng=0)
+    _, trace = mha(rng.standard_normal((2, 3, 5)), trace=True)
+    with pytest.raises(ValueError, match="a batch of 2"):
+        tg.viz.heatmap(trace)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+LOG = """step,learning_rate,loss,grad_norm,validation_loss
+0,1e-05,4.25,1.5,4.125
+1,2e-05,3.75,1.25,
+2,3e-05,3.5,1.0,3.625
+3,4e-05,3.2"""
+
+
+def test_losses_are_read_from_the_log_of_a_run(tmp_path):
+    (tmp_path / "log.csv").write_text(LOG)
+    for given in (tmp_path, tmp_path / "log.csv", str(tmp_path)):
+        each, mean, validation = tg.viz.plot_losses(given).axes[0].get_lines()
+        assert each.get_xydata().tolist() == [[0, 4.25], [1, 3.75], [2, 3.5]]  # the row that was cut short is left out
+        assert mean.get_label() == "training"
+        assert validation.get_xydata().tolist() == [[0, 4.125], [2, 3.625]]
+
+
+def test_the_log_that_training_writes_can_be_plotted(tmp_path):
+    run = tg.training.train(
+        "tiny", text="hello world. " * 99, steps=3, sample_interval=0, show="quiet", folder=tmp_path
+    )
+    for given in (run, tmp_path, run.log.rows):
+        each, *_ = tg.viz.plot_losses(given).axes[0].get_lines()
+        assert each.get_ydata().tolist() == [row["loss"] for row in run.log.rows if "loss" in row]
+
+
+def test_several_runs_share_a_plot():
+    rows = [{"step": i, "loss": 4.0 - i} for i in range(3)]
+    plot = tg.viz.plot_losses({"wide": rows, "narrow": rows[:2]})
+    assert {"wide, training", "narrow, training"} <= set(texts(plot))
+    assert len(plot.axes[0].get_lines()) == 4
+
+
+def test_the_running_mean_is_that_of_the_values_around(rng):
+    values = rng.standard_normal(23)
+    for window in (1, 2, 5):
+        for i, mean in enumerate(plots.running_mean(values, window)):
+            around = values[max(0, i - window // 2) : i - window // 2 + window]
+            assert mean == pytest.approx(around.mean(), abs=1e-12)
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"other\.csv is no log of a run: .* found \['a', 'b'\]"):
+        tg.viz.plot_losses(path)
+    path.write_text("step,loss\n0,high\n")
+    with pytest.raises(ValueError, match=r"other\.csv holds something else than numbers"):
+        tg.viz.plot_losses(path)
+    path.write_text("step,loss\n")
+    with pytest.raises(ValueError, match="no loss to plot"):
+        tg.viz.plot_losses(path)
+    with pytest.raises(FileNotFoundError):
+        tg.viz.plot_losses(tmp_path / "missing.csv")
+
+
+def test_gradient_norms_are_those_of_each_layer(model, rng):
+    ids = rng.integers(0, 13, 8)
+    with pytest.raises(ValueError, match=r"call loss\.backward"):
+        tg.viz.plot_gradient_norms(model)
+    model.loss(ids[:-1], ids[1:]).backward()
+    axes = tg.viz.plot_gradient_norms(model).axes[0]
+    lengths = dict(zip(labels(axes.yaxis), [bar.get_width() for bar in axes.patches], strict=True))
+    layer = model.h[1].mlp.c_fc
+    expected = np.sqrt(np.square(layer.weight.grad).sum() + np.square(layer.bias.grad).sum())
+    assert lengths["h.1.mlp.c_fc"] == pytest.approx(expected, rel=1e-6)
+    total = np.sqrt(sum(np.square(p.grad).sum() for p in model.parameters()))
+    assert np.linalg.norm(list(lengths.values())) == pytest.approx(total, rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The logit lens
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_the_last_line_of_the_lens_is_what_the_model_says(rng, norm):
+    config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm=norm)
+    model, ids = tg.nn.GPT(config), rng.integers(0, 13, 7)
+    likely, probability = plots.lens(model, ids)
+    assert likely.shape == probability.shape == (4, 7)
+    said = tg.ops.softmax(model(ids)).numpy()
+    assert np.array_equal(likely[-1], said.argmax(axis=-1))
+    np.testing.assert_allclose(probability[-1], said.max(axis=-1), rtol=1e-5)
+
+
+def test_the_lens_names_tokens_and_layers(model):
+    tokenizer = tg.data.CharTokenizer.of("abcdefghijkl\n")
+    ids = tokenizer.encode("bad\n")
+    plot = tg.viz.plot_logit_lens(model, ids[None], tokenizer)
+    assert labels(plot.axes[0].yaxis) == ["embedding", "block 0", "block 1", "block 2"]
+    assert labels(plot.axes[0].xaxis) == ["b", "a", "d", "⏎"]
+    likely, probability = plots.lens(model, ids)
+    cells = [text.get_text() for text in plot.axes[0].texts]
+    assert cells == [tokenizer.decode([i]).replace("\n", "⏎") for i in likely.ravel()]
+    np.testing.assert_allclose(image(plot), probability)
+    with pytest.raises(ValueError, match="one sequence"):
+        tg.viz.plot_logit_lens(model, [[1, 2], [3, 4]])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files, fonts, and what is not there
+
+
+def test_a_plot_is_written_in_the_format_of_its_suffix_or_not_at_all(tmp_path):
+    plot = tg.viz.heatmap(np.eye(3), path=tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert plot._repr_png_().startswith(b"\x89PNG")
+    assert plot.save(tmp_path / "b.pdf").read_bytes().startswith(b"%PDF")
+    assert "<svg" in plot.save(tmp_path / "c.svg").read_text()
+    with pytest.raises(ValueError, match="docx"):
+        plot.save(tmp_path / "d.docx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.pdf", "c.svg"]
+
+
+def test_chinese_is_written_in_a_font_that_has_it(tmp_path):
+    wanted = {name.strip() for name in plots.CHINESE_FONTS.split(",")}
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    if not wanted & (installed | set(plots.families("猫")[-1:])):
+        pytest.skip("no font with Chinese characters is installed")
+    plot = tg.viz.heatmap(np.eye(2), ["猫", "坐"])
+    assert plot.axes[0].get_yticklabels()[0].get_fontfamily()[-1] in wanted
+    plot.save(tmp_path / "a.png")  # a character without a glyph would be a warning, and so an error here
+
+
+def test_without_a_chinese_font_a_hint_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(plots, "CHINESE_FONTS", "No Such Font")
+    with pytest.warns(UserWarning, match="no font with Chinese characters was found.*No Such Font"):
+        tg.viz.heatmap(np.eye(1), ["猫"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tg.viz.heatmap(np.eye(1), ["cat ␣ é 🐈"])
+
+
+IMPORTS = """
+import sys, numpy as np, tinygrad_mha as tg
+assert "matplotlib" not in sys.modules, "it takes long to import"
+tg.viz.heatmap(np.eye(2))._repr_png_()
+assert "matplotlib.pyplot" not in sys.modules, "it has a state, and may want a display"
+"""
+
+MISSING = """
+import sys, numpy as np, tinygrad_mha as tg
+sys.modules["matplotlib"] = None
+try:
+    tg.viz.heatmap(np.eye(2))
+except ImportError as error:
+    assert 'pip install "tinygrad_mha[plot]"' in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+
+
+@pytest.mark.parametrize("script", [IMPORTS, MISSING], ids=["no pyplot, and no matplotlib before a plot", "missing"])
+def test_matplotlib_is_asked_for_by_plots_alone(script):
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+
+
+def test_other_names_are_not_plots():
+    with pytest.raises(AttributeError, match="heatmaps"):
+        _ = tg.viz.heatmaps
+    assert {"heatmap", "plot_losses", "walkthrough", "graph"} <= set(dir(tg.viz))
