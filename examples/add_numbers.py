@@ -6,7 +6,7 @@ The text is the four digits of a and b and then the three of their sum, the ones
 first is how one adds on paper: what is carried is known before it is needed. Only the sum counts in the loss.
 
 There are 10 000 pairs; the model trains on 9000 and never meets the other 1000.
-Target: 99 % of those 1000 and of all 10 000 added without a mistake.
+Target: 99 % of those 1000 and of all 10 000 added without a mistake. Less than a minute on one core.
 
 `--short` stops after a few steps and only shows that the loss falls.
 """

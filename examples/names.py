@@ -6,8 +6,9 @@ A name is read letter by letter, from a line feed to a line feed. The list besid
 many countries; FILE may be any other, one name a line. A tenth of the names is kept back: how surprised the model is
 by their letters (the validation loss, in nats per letter) tells whether it has learned to spell or to recite.
 
-Target: a validation loss below 2.45 on the list beside this file. Knowing nothing is ln 27 = 3.30; knowing only how
-often each letter occurs 2.86. And most of the names that it makes up stand nowhere in the list.
+Target: a validation loss below 2.3 on the list beside this file. Knowing nothing is ln 27 = 3.30, knowing only how
+often each letter occurs 2.84. And most of the names that it makes up stand nowhere in the list. Less than a minute on
+one core.
 
 `--short` stops after a few steps and only shows that the loss falls.
 """
@@ -95,5 +96,5 @@ if __name__ == "__main__":
     parser.add_argument("--short", action="store_true", help="a few steps only")
     args = parser.parse_args()
     result = main(args.short, args.file)
-    reached = result["losses"][-1] < 2.45 and result["new"] > 0.5
+    reached = result["losses"][-1] < 2.3 and result["new"] > 0.5
     sys.exit(0 if args.short or args.file or reached else 1)

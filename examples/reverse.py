@@ -1,4 +1,4 @@
-"""Learn to copy and to reverse words of any length up to six, from examples alone.
+"""Learn to copy and to reverse words of three to six letters, from examples alone.
 
     python examples/reverse.py [--short]
 
@@ -7,7 +7,7 @@ it is done. Words are random letters, so nothing can be learned but the rule. On
 
 It is asked about 1000 words that it did not train on, of all lengths in one batch: `generate` pads them, and stops each
 row at its own point.
-Target: 99 % of these 1000 answers right in every letter.
+Target: 99 % of these 1000 answers right in every letter. About a minute on one core.
 
 `--short` stops after a few steps and only shows that the loss falls.
 """
@@ -20,13 +20,13 @@ import numpy as np
 import tinygrad_mha as tg
 
 IGNORED = -100
-LONGEST = 6
+SHORTEST, LONGEST = 3, 6
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TOKENIZER = tg.data.CharTokenizer(LETTERS + "<>=.")
 
 
 def random_question(rng):
-    word = "".join(LETTERS[i] for i in rng.integers(26, size=rng.integers(1, LONGEST + 1)))
+    word = "".join(LETTERS[i] for i in rng.integers(26, size=rng.integers(SHORTEST, LONGEST + 1)))
     return "<>"[rng.integers(2)] + word + "="
 
 
@@ -61,7 +61,7 @@ def main(short=False):
 
     config = tg.nn.GPTConfig(TOKENIZER.vocab_size, block_size=2 * LONGEST + 2, n_layer=2, n_head=4, n_embd=64)
     model = tg.nn.GPT(config, seed=0)
-    optimizer = tg.optim.AdamW(model.parameters(), weight_decay=0.1)
+    optimizer = tg.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     print(f"{model.count():,} parameters")
 
     total = 1000

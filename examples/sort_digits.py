@@ -6,7 +6,7 @@ The text is six digits 0, 1 or 2 and then the same digits in order: 021101 00111
 the last six. Only what it writes counts in the loss, since nobody could guess the prompt.
 
 There are 3^6 = 729 prompts; the model trains on 629 and never meets the other 100.
-Target: all 729 sorted without a mistake, those 100 too.
+Target: all 729 sorted without a mistake, those 100 too. Some seconds on one core.
 
 `--short` stops after a few steps and only shows that the loss falls.
 """
