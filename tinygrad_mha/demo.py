@@ -24,7 +24,7 @@ from tinygrad_mha.tensor import Tensor
 from tinygrad_mha.training import Run, preset, train
 
 TOKENS = ["the", "cat", "sat"]
-STEPS = 600
+STEPS = 1500
 
 
 def run_demo(folder: str | os.PathLike[str], steps: int = STEPS, say: Callable[[str], None] = print) -> Path:
