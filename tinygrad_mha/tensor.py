@@ -332,22 +332,22 @@ class Tensor:
     # Comparisons have no derivative, so they give plain boolean arrays.
 
     def __eq__(self, other: Any) -> Any:
-        return self._data == plain(other)
+        return np.asarray(self._data == plain(other))
 
     def __ne__(self, other: Any) -> Any:
-        return self._data != plain(other)
+        return np.asarray(self._data != plain(other))
 
     def __lt__(self, other: Any) -> Any:
-        return self._data < plain(other)
+        return np.asarray(self._data < plain(other))
 
     def __le__(self, other: Any) -> Any:
-        return self._data <= plain(other)
+        return np.asarray(self._data <= plain(other))
 
     def __gt__(self, other: Any) -> Any:
-        return self._data > plain(other)
+        return np.asarray(self._data > plain(other))
 
     def __ge__(self, other: Any) -> Any:
-        return self._data >= plain(other)
+        return np.asarray(self._data >= plain(other))
 
     def _like(self, other: Any) -> Any:
         """The other operand. Integers and booleans beside a floating tensor take its dtype."""
@@ -451,7 +451,7 @@ class Tensor:
             )
             raise TypeError(f"{how} does not take tensors: use the methods of Tensor, or .numpy() for plain values")
         if ufunc in COMPARISONS:
-            return ufunc(*map(plain, inputs))
+            return np.asarray(ufunc(*map(plain, inputs)))
         if ufunc not in UFUNCS:
             raise TypeError(_unmapped(ufunc.__name__, UFUNCS))
         return UFUNCS[ufunc](*inputs)
