@@ -18,7 +18,7 @@ from tinygrad_mha import viz
 from tinygrad_mha.check import gradcheck
 from tinygrad_mha.engine import no_grad, toposort
 from tinygrad_mha.generation import ContextFullWarning, generate, multiply_adds
-from tinygrad_mha.nn import GPT, GPTConfig, KVCache, MultiHeadAttention
+from tinygrad_mha.nn import GPT, Block, GPTConfig, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.tensor import Tensor
 from tinygrad_mha.training import Run, preset, train
@@ -71,8 +71,9 @@ def words(tokens: Sequence[str], d_model: int, seed: int = 0) -> np.ndarray:
     return np.array([table[word] for word in tokens]) + sinusoidal(np.arange(len(tokens)), d_model)
 
 
-def small_gpt(seed: int = 0) -> GPT:
-    return GPT(GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32), seed=seed)
+def small_block(seed: int = 0) -> Block:
+    """A GPT's block with two heads, 6 wide."""
+    return GPT(GPTConfig(vocab_size=7, block_size=5, n_layer=1, n_head=2, n_embd=6), seed=seed).h[0]
 
 
 # What can be drawn by name: each gives a tensor whose gradients have been computed.
@@ -86,7 +87,7 @@ def draw_attention(seed: int = 0) -> Tensor:
 
 
 def draw_block(seed: int = 0) -> Tensor:
-    block = GPT(GPTConfig(vocab_size=7, block_size=5, n_layer=1, n_head=2, n_embd=6), seed=seed).h[0].astype(np.float64)
+    block = small_block(seed).astype(np.float64)
     rng = np.random.default_rng(seed)
     y = block(Tensor(rng.standard_normal((1, 3, 6)), requires_grad=True, name="x")).named("y")
     y.backward(rng.standard_normal(y.shape))
@@ -95,7 +96,8 @@ def draw_block(seed: int = 0) -> Tensor:
 
 def draw_gpt(seed: int = 0) -> Tensor:
     ids = Tensor(np.random.default_rng(seed).integers(0, 65, (1, 9)))
-    loss = small_gpt(seed).loss(ids[:, :-1].named("ids"), ids[:, 1:].named("targets")).named("loss")
+    model = GPT(GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32), seed=seed)
+    loss = model.loss(ids[:, :-1].named("ids"), ids[:, 1:].named("targets")).named("loss")
     loss.backward()
     return loss
 
@@ -137,10 +139,7 @@ def rows_of(a: np.ndarray) -> str:
 
 def block_proved(folder: Path, say: Callable[[str], None]) -> Written:
     title(2, "Every gradient of a Transformer block against finite differences", say)
-    config = GPTConfig(vocab_size=7, block_size=5, n_layer=1, n_head=2, n_embd=6)
-    model = GPT(config)
-    block = model.h[0]
-    report = gradcheck(block, np.random.default_rng(0).standard_normal((1, 3, config.n_embd)))
+    report = gradcheck(small_block(), np.random.default_rng(0).standard_normal((1, 3, 6)))
     say(str(report))
     path = folder / "gradcheck.txt"
     path.write_text(f"{report}\n", encoding="utf-8")

@@ -497,7 +497,7 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
     residuals: tuple[Any, ...] = ()
     if value.__class__ is not np.ndarray:
         value, residuals = op.value_and_residuals(value)
-    out = new_tensor(Tensor)
+    out = new_tensor(Tensor)  # what _wrap does, without the call: every operation comes by here
     out._data = value
     out.grad = out.node = out.name = out._written = None
     out._needs_grad = False
