@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tinygrad_mha as tg
-from tinygrad_mha.generation import multiply_adds
+from tinygrad_mha.decoding.generation import multiply_adds
 
 
 def mean_loss(model, batches):

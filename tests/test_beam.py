@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tinygrad_mha.beam import beam_search
+from tinygrad_mha.decoding.beam import beam_search
 
 V, END = 3, 2
 

@@ -7,7 +7,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer, CharTokenizer
-from tinygrad_mha.generation import ContextFullWarning, generate, multiply_adds, stream
+from tinygrad_mha.decoding.generation import ContextFullWarning, generate, multiply_adds, stream
 
 VOCABULARY, BLOCK = 29, 13
 POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "none"]

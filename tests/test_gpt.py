@@ -11,8 +11,8 @@ import pytest
 
 from tinygrad_mha import Tensor, gradcheck, nn, ops
 from tinygrad_mha.engine import toposort
+from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.nn.layers import ACTIVATIONS
-from tinygrad_mha.storage import CheckpointError, load_arrays, save_arrays
 
 V, T = 13, 7
 SIZES = {"vocab_size": V, "block_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 12}

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import tinygrad_mha as tg
 from tinygrad_mha import engine, nn, ops
-from tinygrad_mha.viz import GraphTooLargeError, dot, heat
-from tinygrad_mha.viz.picture import Table
+from tinygrad_mha.viz import GraphTooLargeError
+from tinygrad_mha.viz.diagram import dot, heat
+from tinygrad_mha.viz.diagram.picture import Table
 
 
 def two_heads(seed=0, heads=2, causal=True):

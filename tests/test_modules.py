@@ -12,9 +12,9 @@ import pytest
 import safetensors.numpy
 
 from tinygrad_mha import Tensor, nn, no_grad, ops
+from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
 from tinygrad_mha.nn.layers import keep_mask
 from tinygrad_mha.nn.module import Module, Scope
-from tinygrad_mha.storage import CheckpointError, load_arrays, replacing, save_arrays
 
 
 def parameter(*shape, seed=0):

@@ -12,7 +12,8 @@ from test_graph import IDS, ODD_NAMES, boxes, gpt, swept, two_heads
 
 import tinygrad_mha as tg
 from tinygrad_mha import ops
-from tinygrad_mha.viz import NoEngineError, render
+from tinygrad_mha.viz import NoEngineError
+from tinygrad_mha.viz.diagram import graphviz_engines as render
 
 SVG = "{http://www.w3.org/2000/svg}"
 posix = pytest.mark.skipif(os.name == "nt", reason="the engines made up here are scripts with a #! line")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygrad_mha.generation import draw, probabilities, top_k_only, top_p_only, with_temperature
+from tinygrad_mha.decoding.generation import draw, probabilities, top_k_only, top_p_only, with_temperature
 
 logits = st.lists(st.floats(-30, 30), min_size=1, max_size=13).map(np.array)
 

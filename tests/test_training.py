@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
-from tinygrad_mha import training
-from tinygrad_mha.checkpoints import latest
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
+from tinygrad_mha.files.run_folder import latest
+from tinygrad_mha.files.safetensors import CheckpointError, load_arrays
 from tinygrad_mha.nn import GPT, GPTConfig
-from tinygrad_mha.storage import CheckpointError, load_arrays
-from tinygrad_mha.training import (
+from tinygrad_mha.training import loop as training
+from tinygrad_mha.training.loop import (
     DivergedError,
     Run,
     TrainConfig,
@@ -408,8 +408,8 @@ import os, resource, shutil, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_training import SMALL, TEXT, contents, small
-import builtins, tinygrad_mha.training
-tinygrad_mha.training.can_draw, os.fsync = lambda: False, lambda handle: None
+import builtins, tinygrad_mha.training.loop
+tinygrad_mha.training.loop.can_draw, os.fsync = lambda: False, lambda handle: None
 
 # One step: an evaluation, a sample, a row, and a checkpoint that takes the place of the one before.
 SHORT = {"steps": 1, "eval_interval": 1, "eval_batches": 1, "sample_interval": 1, "sample_tokens": 1}

@@ -19,7 +19,7 @@ from tinygrad_mha.nn.positions import rotary
 
 # The module, which in its package stands behind the function of the same name.
 module = sys.modules[tg.walkthrough.__module__]
-observed = sys.modules["tinygrad_mha.viz.observed"]
+observed = sys.modules["tinygrad_mha.viz.page.measure"]
 
 WORDS = ["the", "cat", "sat", "on", "mats"]
 

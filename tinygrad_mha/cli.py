@@ -20,14 +20,14 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha.check import GradcheckReport, gradcheck
-from tinygrad_mha.checkpoints import latest
 from tinygrad_mha.data import Tokenizer, load_tokenizer
+from tinygrad_mha.decoding.generation import ContextFullWarning, multiply_adds, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, run_demo, words
-from tinygrad_mha.generation import ContextFullWarning, multiply_adds, stream
+from tinygrad_mha.files.run_folder import latest
+from tinygrad_mha.files.safetensors import CheckpointError
 from tinygrad_mha.nn import GPT, MultiHeadAttention
-from tinygrad_mha.primitive import Primitive
-from tinygrad_mha.storage import CheckpointError
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.primitives import Primitive
+from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import PRESETS, DivergedError, TrainConfig, load_trained, train
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.storage import replacing
+from tinygrad_mha.files.safetensors import replacing
 
 # --------------------------------------------------------------------------------------------------------------------
 # Tokenizers

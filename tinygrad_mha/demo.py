@@ -16,11 +16,11 @@ import numpy as np
 
 from tinygrad_mha import viz
 from tinygrad_mha.check import gradcheck
+from tinygrad_mha.decoding.generation import ContextFullWarning, generate, multiply_adds
 from tinygrad_mha.engine import no_grad, toposort
-from tinygrad_mha.generation import ContextFullWarning, generate, multiply_adds
 from tinygrad_mha.nn import GPT, Block, GPTConfig, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.positions import sinusoidal
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import Run, preset, train
 
 TOKENS = ["the", "cat", "sat"]

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from tinygrad_mha.primitive import Primitive
+from tinygrad_mha.primitives import Primitive
 
 tick = itertools.count(1).__next__
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from tinygrad_mha.kernels import reference
-from tinygrad_mha.primitive import REGISTRY, Primitive, as_operand, primitive
+from tinygrad_mha.primitives import REGISTRY, Primitive, as_operand, primitive
 
 INFINITY = math.inf
 

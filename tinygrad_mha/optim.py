@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.tensors import Tensor
 
 State = dict[
     str, Any

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine, ops
-from tinygrad_mha.tensor import Tensor, _wrap, as_tensor
+from tinygrad_mha.tensors import Tensor, _wrap, as_tensor
 
 
 def grad(

@@ -1,14 +1,14 @@
 """Modules: layers, attention, GPT, translators."""
 
-from tinygrad_mha.nn.attention import AttentionTrace, MultiHeadAttention, attention, causal
 from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.gpt import GPT, Block, CausalSelfAttention, GPTConfig, GPTTrace
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module, Scope
+from tinygrad_mha.nn.multihead import AttentionTrace, MultiHeadAttention, attention, causal
 from tinygrad_mha.nn.positions import alibi, rotary, sinusoidal
 from tinygrad_mha.nn.recurrent import GRU, RNN
-from tinygrad_mha.nn.seq2seq import PerWord, Seq2Seq, Translator
 from tinygrad_mha.nn.transformer import Transformer, TransformerTrace
+from tinygrad_mha.nn.translators import PerWord, Seq2Seq, Translator
 
 __all__ = ["GPT", "AttentionTrace", "Block", "CausalSelfAttention", "Dropout", "Embedding", "FeedForward"]
 __all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module", "MultiHeadAttention", "RMSNorm"]

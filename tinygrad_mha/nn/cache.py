@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine, ops
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.tensors import Tensor
 
 
 class Rows:

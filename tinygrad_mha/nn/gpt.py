@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from tinygrad_mha import hf, ops
-from tinygrad_mha.nn.attention import AttentionTrace, Edit, MultiHeadAttention
+from tinygrad_mha import ops
+from tinygrad_mha.files import huggingface as hf
+from tinygrad_mha.files.safetensors import CheckpointError
 from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.layers import (
     ACTIVATIONS,
@@ -28,9 +29,9 @@ from tinygrad_mha.nn.layers import (
     probability,
 )
 from tinygrad_mha.nn.module import Module
+from tinygrad_mha.nn.multihead import AttentionTrace, Edit, MultiHeadAttention
 from tinygrad_mha.nn.positions import sinusoidal
-from tinygrad_mha.storage import CheckpointError
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.tensors import Tensor
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
 STD = 0.02  # of the initial weights, as GPT-2

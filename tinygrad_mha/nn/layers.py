@@ -9,7 +9,7 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.tensor import Tensor, as_tensor
+from tinygrad_mha.tensors import Tensor, as_tensor
 
 Seed = np.random.Generator | int | None
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tinygrad_mha import engine
-from tinygrad_mha.storage import CheckpointError, load_arrays, save_arrays
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, save_arrays
+from tinygrad_mha.tensors import Tensor
 
 
 class Scope(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad_mha import ops
 from tinygrad_mha.nn.layers import Seed, check_width, constant, natural, normal
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.tensor import Tensor, as_tensor
+from tinygrad_mha.tensors import Tensor, as_tensor
 
 
 class Recurrent(Module):

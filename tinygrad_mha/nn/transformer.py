@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tinygrad_mha import engine, ops
-from tinygrad_mha.nn.attention import AttentionTrace, MultiHeadAttention, join_heads, split_heads
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, natural, normal, one_of
 from tinygrad_mha.nn.module import Module
+from tinygrad_mha.nn.multihead import AttentionTrace, MultiHeadAttention, join_heads, split_heads
 from tinygrad_mha.nn.positions import sinusoidal
-from tinygrad_mha.nn.seq2seq import State, Translator
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.nn.translators import State, Translator
+from tinygrad_mha.tensors import Tensor
 
 
 class FusedAttention(MultiHeadAttention):

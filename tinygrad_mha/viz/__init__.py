@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_mha.viz.graph import Graph, GraphTooLargeError, graph, graph_diff
-from tinygrad_mha.viz.render import NoEngineError
-from tinygrad_mha.viz.walkthrough import Walkthrough, walkthrough
+from tinygrad_mha.viz.diagram.graphviz_engines import NoEngineError
+from tinygrad_mha.viz.diagram.snapshot import Graph, GraphTooLargeError, graph, graph_diff
+from tinygrad_mha.viz.page.document import Walkthrough, walkthrough
 
 if TYPE_CHECKING:
     from tinygrad_mha.viz.plots import heatmap, plot_gradient_norms, plot_logit_lens, plot_losses

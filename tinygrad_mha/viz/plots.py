@@ -18,14 +18,14 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.engine import no_grad
+from tinygrad_mha.files.safetensors import replacing
 from tinygrad_mha.nn import GPT
-from tinygrad_mha.nn.attention import AttentionTrace
 from tinygrad_mha.nn.gpt import GPTTrace
 from tinygrad_mha.nn.layers import integers
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.storage import replacing
-from tinygrad_mha.tensor import plain
-from tinygrad_mha.viz.heat import ABSENT, INK, PALETTES
+from tinygrad_mha.nn.multihead import AttentionTrace
+from tinygrad_mha.tensors import plain
+from tinygrad_mha.viz.diagram.heat import ABSENT, INK, PALETTES
 
 try:
     from matplotlib import font_manager, rcParams

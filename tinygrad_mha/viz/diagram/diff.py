@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any, Literal
 
-from tinygrad_mha.viz.picture import Cluster, Edge, Node, Picture
+from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Node, Picture
 
 Side = Literal["left", "right"]
 

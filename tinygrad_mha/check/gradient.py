@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine, ops
-from tinygrad_mha.tensor import Tensor, plain
+from tinygrad_mha.tensors import Tensor, plain
 from tinygrad_mha.transforms import grad
 
 SAMPLED = 200

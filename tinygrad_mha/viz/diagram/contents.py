@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.viz import formula
-from tinygrad_mha.viz.draft import PRODUCTS, Draft, can_be_a_table, is_weights
-from tinygrad_mha.viz.naming import heading, place_title
-from tinygrad_mha.viz.picture import Cluster, Edge, Kind, Node, Picture, Table
-from tinygrad_mha.viz.places import Place
-from tinygrad_mha.viz.trace import BACKWARD, FORWARD, Value
+from tinygrad_mha.viz.diagram import formulas as formula
+from tinygrad_mha.viz.diagram.fold import PRODUCTS, Draft, can_be_a_table, is_weights
+from tinygrad_mha.viz.diagram.labels import heading, place_title
+from tinygrad_mha.viz.diagram.modules import Place
+from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Kind, Node, Picture, Table
+from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Value
 
 STEPS = {"linear": "Linear", "matmul": "Linear", "gelu": "GELU", "relu": "ReLU", "tanh": "tanh"}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.viz.picture import Table
+from tinygrad_mha.viz.diagram.picture import Table
 
 ZERO = (238, 240, 242)
 PALETTES = {  # the colours of the lowest value, of 0, and of the highest

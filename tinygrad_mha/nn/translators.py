@@ -11,12 +11,12 @@ from typing import Any, Self
 import numpy as np
 
 from tinygrad_mha import engine, ops
-from tinygrad_mha.beam import Beams, beam_search
+from tinygrad_mha.decoding.beam import Beams, beam_search
 from tinygrad_mha.nn.layers import Embedding, FeedForward, Linear, integers, natural, one_of
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.nn.recurrent import GRU, RNN, Recurrent
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.tensors import Tensor
 
 
 class Translator(Module):

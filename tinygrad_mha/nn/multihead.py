@@ -15,7 +15,7 @@ from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.layers import Seed, check_width, constant, keep_mask, natural, normal, probability
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import alibi, rotary
-from tinygrad_mha.tensor import Tensor, as_tensor, plain
+from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 FORMS = (
     "Accepted are allow: boolean, True = may attend, of shape (T_q, T_k), (B, T_q, T_k) or (B, H, T_q, T_k); "

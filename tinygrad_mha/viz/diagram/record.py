@@ -14,8 +14,8 @@ import numpy as np
 
 from tinygrad_mha import engine
 from tinygrad_mha.engine import STATE, State
-from tinygrad_mha.primitive import Primitive
-from tinygrad_mha.tensor import Tensor
+from tinygrad_mha.primitives import Primitive
+from tinygrad_mha.tensors import Tensor
 
 FORWARD, BACKWARD = "forward", "backward"  # the two halves of a picture that has both
 SHAPE_ONLY = {"transpose", "reshape", "broadcast_to", "cast", "getitem"}

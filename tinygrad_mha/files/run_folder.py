@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tinygrad_mha.storage import CheckpointError, replacing
+from tinygrad_mha.files.safetensors import CheckpointError, replacing
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -16,7 +16,7 @@ from tinygrad_mha import engine, ops, transforms
 from tinygrad_mha.nn import GPT, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.layers import integers
 from tinygrad_mha.nn.module import Module, walk
-from tinygrad_mha.tensor import Tensor, as_tensor, plain
+from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 MOST_TOKENS = 64
 MOST_PARAMETER_ROWS = 256  # of a weight: how many are asked what they reach

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.storage import CheckpointError, load_arrays, replacing, save_arrays
+from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
 
 PREFIX = "transformer."
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # not h.0.attn.c_attn.bias

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from tinygrad_mha.viz.draft import Draft, is_unary, is_weights
-from tinygrad_mha.viz.places import Place
-from tinygrad_mha.viz.trace import Value
+from tinygrad_mha.viz.diagram.fold import Draft, is_unary, is_weights
+from tinygrad_mha.viz.diagram.modules import Place
+from tinygrad_mha.viz.diagram.record import Value
 
 
 def titles_of(draft: Draft) -> dict[Value, str]:

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_mha.engine import Node, toposort
-from tinygrad_mha.storage import replacing
-from tinygrad_mha.tensor import Tensor
-from tinygrad_mha.viz import render
-from tinygrad_mha.viz.compose import compose
-from tinygrad_mha.viz.diff import compared
-from tinygrad_mha.viz.dot import fit, to_dot
-from tinygrad_mha.viz.draft import MOST_IN_A_FORMULA, Draft, Options
-from tinygrad_mha.viz.naming import titles_of
-from tinygrad_mha.viz.picture import Picture
-from tinygrad_mha.viz.places import Pattern, identity
-from tinygrad_mha.viz.trace import SHAPE_ONLY, trace, trace_backward
+from tinygrad_mha.files.safetensors import replacing
+from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.viz.diagram import graphviz_engines as render
+from tinygrad_mha.viz.diagram.contents import compose
+from tinygrad_mha.viz.diagram.diff import compared
+from tinygrad_mha.viz.diagram.dot import fit, to_dot
+from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Draft, Options
+from tinygrad_mha.viz.diagram.labels import titles_of
+from tinygrad_mha.viz.diagram.modules import Pattern, identity
+from tinygrad_mha.viz.diagram.picture import Picture
+from tinygrad_mha.viz.diagram.record import SHAPE_ONLY, trace, trace_backward
 
 TEXT_FORMATS = ("dot", "gv")
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine
+from tinygrad_mha.files.safetensors import replacing
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.nn.layers import one_of
-from tinygrad_mha.storage import replacing
-from tinygrad_mha.viz.observed import MOST_PARAMETER_ROWS, Head, Json, collected, layer_of, subject_of, token_names
+from tinygrad_mha.viz.page.measure import MOST_PARAMETER_ROWS, Head, Json, collected, layer_of, subject_of, token_names
 
 LANGUAGES = ("en", "zh")
 

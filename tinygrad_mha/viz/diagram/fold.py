@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.viz.picture import Kind
-from tinygrad_mha.viz.places import Pattern, Place, close, plant, repetitions
-from tinygrad_mha.viz.trace import SHAPE_ONLY, Value
+from tinygrad_mha.viz.diagram.modules import Pattern, Place, close, plant, repetitions
+from tinygrad_mha.viz.diagram.picture import Kind
+from tinygrad_mha.viz.diagram.record import SHAPE_ONLY, Value
 
 UNARY = SHAPE_ONLY | {"scale", "neg", "mask", "sqrt", "exp", "log", "abs", "clip"}
 UNARY |= {"add", "sub", "mul", "div", "pow", "where", "maximum", "minimum"}  # when the rest is constant

@@ -22,7 +22,7 @@ from tinygrad_mha.data import StreamDecoder, Tokenizer
 from tinygrad_mha.engine import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig, KVCache, Module
 from tinygrad_mha.nn.layers import integers
-from tinygrad_mha.tensor import Tensor, plain
+from tinygrad_mha.tensors import Tensor, plain
 
 # --------------------------------------------------------------------------------------------------------------------
 # Sampling. Each of these takes an array of logits, (..., V), and looks along its last axis.

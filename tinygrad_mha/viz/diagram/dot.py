@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.viz.formula import number, shortened
-from tinygrad_mha.viz.heat import heat_table, legend_bar, scale, shows_numbers
-from tinygrad_mha.viz.picture import Cluster, Edge, Node, Picture, Table
+from tinygrad_mha.viz.diagram.formulas import number, shortened
+from tinygrad_mha.viz.diagram.heat import heat_table, legend_bar, scale, shows_numbers
+from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Node, Picture, Table
 
 
 class Look(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinygrad_mha import engine, ops
 from tinygrad_mha.engine import STATE, Node, WriteTime
-from tinygrad_mha.primitive import Primitive, as_operand, from_data
+from tinygrad_mha.primitives import Primitive, as_operand, from_data
 
 
 class Tensor:

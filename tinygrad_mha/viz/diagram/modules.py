@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.viz.picture import Kind
-from tinygrad_mha.viz.trace import BACKWARD, FORWARD, SHAPE_ONLY, Value
+from tinygrad_mha.viz.diagram.picture import Kind
+from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, SHAPE_ONLY, Value
 
 Pattern = str | Callable[[str], bool]
 

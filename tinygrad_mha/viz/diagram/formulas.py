@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.viz.trace import SHAPE_ONLY, Value, is_range
+from tinygrad_mha.viz.diagram.record import SHAPE_ONLY, Value, is_range
 
 LONGEST_OPERAND = 24
 SUM, PRODUCT, SIGN, POWER, ATOM = range(5)

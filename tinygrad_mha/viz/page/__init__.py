@@ -1,0 +1,1 @@
+"""The walkthrough page: an attention layer, measured on an input and written as one HTML file."""
