@@ -326,7 +326,7 @@ def test_sliding_continues_the_last_tokens_that_fit(position, use_cache, length)
     np.testing.assert_array_equal(ids, [naive(model, prompt, new)])
 
 
-@pytest.mark.filterwarnings("ignore::tinygrad_mha.generation.ContextFullWarning")
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.generation.ContextFullWarning")
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_each_row_of_a_sliding_batch_equals_its_prompt_alone(position, use_cache):
@@ -672,7 +672,7 @@ def test_a_beam_of_each_row_is_that_of_its_prompt_alone(model):
         np.testing.assert_array_equal(row, generate(model, prompt, 5, beam=3, stop=[3, 20], use_cache=False)[0])
 
 
-@pytest.mark.filterwarnings("ignore::tinygrad_mha.generation.ContextFullWarning")
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.generation.ContextFullWarning")
 def test_a_beam_slides_as_drawing_does(model):
     (prompt,) = prompts_of([BLOCK - 1])
     cached, uncached = (generate(model, prompt, 5, beam=3, use_cache=use, on_full="slide") for use in (True, False))
@@ -719,7 +719,7 @@ def test_multiply_adds_by_hand():
     assert multiply_adds(config, 2, 0) == 0
 
 
-@pytest.mark.filterwarnings("ignore::tinygrad_mha.generation.ContextFullWarning")
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.generation.ContextFullWarning")
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(("prompt", "new"), [(1, 1), (5, 7), (BLOCK, 1), (7, 11), (17, 3)])
 @pytest.mark.parametrize("options", [{}, {"n_kv_head": 1, "position": "rotary", "n_inner": 7}], ids=["gpt2", "shared"])
