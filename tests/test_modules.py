@@ -124,6 +124,32 @@ def test_train_and_eval_reach_every_module_inside():
     assert all(module.training for _, module in nest.named_modules())
 
 
+def test_evaluating_restores_the_mode_of_each_module_also_after_an_error():
+    nest = Nest()
+    modes = [i % 3 != 1 for i, _ in enumerate(nest.named_modules())]
+    for mode, (_, module) in zip(modes, nest.named_modules(), strict=True):
+        module.training = mode
+    with nest.evaluating() as inside:
+        assert inside is nest
+        assert not any(module.training for _, module in nest.named_modules())
+    assert [module.training for _, module in nest.named_modules()] == modes
+    with pytest.raises(KeyError), nest.evaluating():
+        raise KeyError
+    assert [module.training for _, module in nest.named_modules()] == modes
+
+
+def test_the_scope_of_a_node_says_what_its_module_is():
+    x = np.ones((3, 6), np.float32)
+    mha = nn.MultiHeadAttention(6, 2, rng=0)
+    scope = mha(x).node.scope[0]
+    del mha
+    assert scope.is_attention
+    assert scope.detail == "2 heads"
+    assert nn.Dropout(0.5, rng=0)(parameter(3)).node.scope[0].notation == "dropout"
+    scope = nn.Linear(6, 2, rng=0)(x).node.scope[0]
+    assert (scope.notation, scope.is_attention, scope.detail) == (None, False, "")
+
+
 def test_zero_grad_forgets_every_gradient():
     nest = Nest()
     (nest(parameter(13, 3)) ** 2).sum().backward()

@@ -107,6 +107,8 @@ class Dropout(Module):
         ValueError: a `p` outside 0 .. 1.
     """
 
+    notation = "dropout"
+
     def __init__(self, p: float, rng: Seed = None) -> None:
         self.p = probability(p, "p")
         self.rng = np.random.default_rng(rng)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -16,11 +17,17 @@ from tinygrad_mha.tensors import Tensor
 
 
 class Scope(NamedTuple):
-    """A module that is being called: what its parent calls it ("" at the top), its class, a weak reference to it."""
+    """The entry that a call of a module adds to the scope of the nodes made inside.
 
-    name: str
-    kind: str
+    Everything but `module` outlives the module, so that a picture drawn later still has it.
+    """
+
+    name: str  # the module's name in its parent, "" at the top
+    kind: str  # its class
     module: weakref.ref[Module]
+    notation: str | None = None  # see `Module.notation`
+    is_attention: bool = False  # see `Module.is_attention`
+    detail: str = ""  # see `Module.detail`
 
 
 class Module:
@@ -44,6 +51,13 @@ class Module:
           a  (1,)  1
     """
 
+    notation: ClassVar[str | None] = None
+    """How a formula writes the module: "dropout" gives dropout(x)."""
+    is_attention: ClassVar[bool] = False
+    """Whether the module computes attention, and is drawn so."""
+    detail: str = ""
+    """What a picture adds to the name of the class: "4 heads"."""
+
     training: bool = True
     _name: str = ""
 
@@ -56,14 +70,15 @@ class Module:
             return self.forward(*args, **kwargs)
 
     def _scope(self) -> Scope:
-        """Whom nodes made by this call belong to."""
+        """The scope entry of nodes made during this call."""
         around = engine.STATE.get().scope
         if not self._name and around:
             # Appended to a list after the list had become an attribute: ask the module that is calling.
             parent = around[-1].module() if isinstance(around[-1], Scope) else None
             found = [name for name, module in parent.named_modules() if module is self] if parent else []
             self._name = found[0] if found else ""
-        return Scope(self._name, type(self).__name__, weakref.ref(self))
+        kind = type(self).__name__
+        return Scope(self._name, kind, weakref.ref(self), self.notation, self.is_attention, self.detail)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -171,6 +186,17 @@ class Module:
     def eval(self) -> Self:
         """Dropout off, here and in everything inside."""
         return self.train(False)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[Self]:
+        """Eval mode inside of `with model.evaluating():`; afterwards each module has the mode that it had before."""
+        before = [(module, module.training) for _, module in self.named_modules()]
+        self.eval()
+        try:
+            yield self
+        finally:
+            for module, training in before:
+                module.training = training
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""

@@ -263,6 +263,7 @@ class MultiHeadAttention(Module):
         ((3, 5), (2, 3, 7), (2, 3, 3), (3, 22))
     """
 
+    is_attention = True
     fused = False  # whether the steps between the projections are one node when nobody asks to see them
     always_causal = False
 
@@ -292,6 +293,7 @@ class MultiHeadAttention(Module):
             raise ValueError(f"position must be None, 'rotary' or 'alibi', got {position!r}")
         if position == "rotary" and self.d_k % 2:
             raise ValueError(f"rotary positions rotate pairs, so d_k must be even, got {self.d_k}")
+        self.detail = f"{self.n_head} head{'s' if self.n_head > 1 else ''}"
         self.position = position
         self.dropout = probability(dropout, "dropout")
         rng = np.random.default_rng(rng)

@@ -176,24 +176,6 @@ class Translator(Module):
         ends = np.flatnonzero(row == self.end)
         return row[: ends[0]] if ends.size else row
 
-    def evaluating(self) -> Evaluating:
-        return Evaluating(self)
-
-
-class Evaluating:
-    """`with`: dropout off inside, and as it was afterwards."""
-
-    def __init__(self, model: Module) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.before = [(module, module.training) for _, module in self.model.named_modules()]
-        self.model.eval()
-
-    def __exit__(self, *exception: object) -> None:
-        for module, training in self.before:
-            module.training = training
-
 
 class State:
     """What decoding remembers, one row for each sentence (or beam)."""
