@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.arguments import as_ids, check_ids, is_integer, is_number
 from tinygrad_mha.data import StreamDecoder, Tokenizer
 from tinygrad_mha.engine import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig, KVCache, Module
-from tinygrad_mha.nn.layers import integers
 from tinygrad_mha.tensors import Tensor, plain
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -105,14 +105,6 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         raise ValueError(f"top_k must be an integer of 1 or more, or None to keep all, got {top_k!r}")
     if top_p is not None and not (is_number(top_p) and 0 <= top_p <= 1):
         raise ValueError(f"top_p must be a number from 0 to 1, or None to keep all, got {top_p!r}")
-
-
-def is_integer(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def is_number(x: Any) -> bool:
-    return is_integer(x) or isinstance(x, (float, np.floating))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -456,7 +448,7 @@ def as_prompts(idx: Any, vocab_size: int) -> list[np.ndarray]:
         raise TypeError(f"{expected}; got {'text, encode it first' if isinstance(idx, str) else type(idx).__name__}")
     if isinstance(idx, np.ndarray) and (idx.ndim not in (1, 2) or (idx.ndim == 2 and len(idx) == 0)):
         raise ValueError(f"{expected}; got shape {idx.shape}")
-    prompts = [integers(row, "idx") for row in ([idx] if is_single(idx) else idx)]
+    prompts = [as_ids(row, "idx") for row in ([idx] if is_single(idx) else idx)]
     for i, prompt in enumerate(prompts):
         if prompt.ndim != 1:
             raise ValueError(f"{expected}; got a row {i} of shape {prompt.shape}")
@@ -465,7 +457,7 @@ def as_prompts(idx: Any, vocab_size: int) -> list[np.ndarray]:
                 f"prompt {i} is empty, and a model continues at least one token: begin with a start token, "
                 f"such as a line feed or <|endoftext|>"
             )
-        ops.check_ids(prompt, vocab_size, "idx" if len(prompts) == 1 else f"idx[{i}]")
+        check_ids(prompt, vocab_size, "idx" if len(prompts) == 1 else f"idx[{i}]")
     return prompts
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.files.safetensors import CheckpointError
 from tinygrad_mha.nn.cache import KVCache
@@ -22,11 +23,7 @@ from tinygrad_mha.nn.layers import (
     FeedForward,
     LayerNorm,
     Linear,
-    integers,
-    natural,
     normal,
-    one_of,
-    probability,
 )
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.multihead import AttentionTrace, Edit, MultiHeadAttention
@@ -77,17 +74,17 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            setattr(self, name, natural(getattr(self, name), name))
+            setattr(self, name, check_count(getattr(self, name), name))
         for name in ("n_inner", "n_kv_head"):
             if getattr(self, name) is not None:
-                setattr(self, name, natural(getattr(self, name), name))
-        self.dropout = probability(self.dropout, "dropout")
+                setattr(self, name, check_count(getattr(self, name), name))
+        self.dropout = check_probability(self.dropout, "dropout")
         for name in ("bias", "tie_weights"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        one_of(self.norm, ("pre", "post"), "norm")
-        one_of(self.activation, ACTIVATIONS, "activation")
-        one_of(self.position, POSITIONS, "position")
+        check_choice(self.norm, ("pre", "post"), "norm")
+        check_choice(self.activation, ACTIVATIONS, "activation")
+        check_choice(self.position, POSITIONS, "position")
         if not isinstance(self.eps, (int, float, np.floating)) or not self.eps > 0:
             raise ValueError(f"eps must be a positive number, got {self.eps!r}")
         if self.n_embd % self.n_head:
@@ -259,7 +256,7 @@ class GPT(Module):
             TypeError, IndexError: ids that are no integers, or not in the vocabulary.
         """
         idx, start = self.checked(idx, cache)
-        places = np.arange(start, start + idx.shape[-1]) if positions is None else integers(positions, "positions")
+        places = np.arange(start, start + idx.shape[-1]) if positions is None else as_ids(positions, "positions")
         if places.shape not in (idx.shape, idx.shape[-1:]):
             raise ValueError(f"positions must have the shape {idx.shape} or {idx.shape[-1:]}, got {places.shape}")
         x = self.drop(self.embedded(idx, places))
@@ -283,7 +280,7 @@ class GPT(Module):
 
     def checked(self, idx: Any, cache: KVCache | None) -> tuple[np.ndarray, int]:
         """The ids as an array, and how many tokens came before them."""
-        idx = integers(idx, "idx")
+        idx = as_ids(idx, "idx")
         if idx.ndim not in (1, 2) or idx.shape[-1] == 0:
             raise ValueError(f"idx must be (T,) or (B, T) with at least one token, got shape {idx.shape}")
         if cache is not None and cache.n_layer != self.config.n_layer:
@@ -309,7 +306,7 @@ class GPT(Module):
 
         Nothing is shifted here: targets[i] is what should follow idx[i], and whoever makes the pair shifts.
         """
-        return ops.cross_entropy(self(idx), integers(targets, "targets"), **options)
+        return ops.cross_entropy(self(idx), as_ids(targets, "targets"), **options)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], dtype: Any = None) -> Self:

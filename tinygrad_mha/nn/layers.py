@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.arguments import as_ids, check_choice, check_probability, check_width
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, as_tensor
 
@@ -68,7 +69,7 @@ class Embedding(Module):
         self.weight = normal((n, width), std, rng)
 
     def forward(self, ids: Any) -> Tensor:
-        return ops.take(self.weight, integers(ids, "ids"))
+        return ops.take(self.weight, as_ids(ids, "ids"))
 
 
 class LayerNorm(Module):
@@ -110,7 +111,7 @@ class Dropout(Module):
     notation = "dropout"
 
     def __init__(self, p: float, rng: Seed = None) -> None:
-        self.p = probability(p, "p")
+        self.p = check_probability(p, "p")
         self.rng = np.random.default_rng(rng)
 
     def forward(self, x: Any) -> Tensor:
@@ -139,7 +140,7 @@ class FeedForward(Module):
         rng: Seed = None,
     ) -> None:
         rng = np.random.default_rng(rng)
-        self.activation = one_of(activation, ACTIVATIONS, "activation")
+        self.activation = check_choice(activation, ACTIVATIONS, "activation")
         self.c_fc = Linear(width, hidden, bias, std, rng)
         self.c_proj = Linear(hidden, width, bias, std_out, rng)
 
@@ -152,36 +153,3 @@ def keep_mask(rng: np.random.Generator, p: float, shape: tuple[int, ...], dtype:
     if p == 1:
         return np.zeros(shape, dtype)
     return (rng.random(shape, dtype=np.float32) >= p).astype(dtype) * (1 / (1 - p))
-
-
-def check_width(x: Any, width: int, who: str) -> None:
-    shape = np.shape(x.data if isinstance(x, Tensor) else x)
-    if not shape or shape[-1] != width:
-        raise ValueError(f"{who} expected a last axis of length {width}, got an input of shape {shape}")
-
-
-def integers(ids: Any, name: str) -> np.ndarray:
-    """Ids as an integer array; a list of ints is one."""
-    array = np.asarray(ids.numpy() if isinstance(ids, Tensor) else ids)
-    if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
-    return array if array.size else array.astype(np.int64)
-
-
-def probability(p: float, name: str) -> float:
-    if not isinstance(p, (int, float, np.floating)) or not 0 <= p <= 1:
-        raise ValueError(f"{name} must be a probability, from 0 to 1, got {p!r}")
-    return float(p)
-
-
-def one_of(value: str, known: Any, name: str) -> str:
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return value
-
-
-def natural(value: Any, name: str) -> int:
-    """A length: an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return int(value)

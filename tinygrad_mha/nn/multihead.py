@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygrad_mha import engine, ops
+from tinygrad_mha.arguments import check_count, check_probability, check_width
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
-from tinygrad_mha.nn.layers import Seed, check_width, constant, keep_mask, natural, normal, probability
+from tinygrad_mha.nn.layers import Seed, constant, keep_mask, normal
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import alibi, rotary
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
@@ -281,12 +282,12 @@ class MultiHeadAttention(Module):
         position: str | None = None,
         rng: Seed = None,
     ) -> None:
-        self.d_model, self.n_head = natural(d_model, "d_model"), natural(n_head, "n_head")
-        self.d_k = natural(d_model // n_head if d_k is None else d_k, "d_k (d_model // n_head unless given)")
-        self.d_v = natural(self.d_k if d_v is None else d_v, "d_v")
-        self.d_out = natural(d_model if d_out is None else d_out, "d_out")
-        self.d_memory = natural(d_model if d_memory is None else d_memory, "d_memory")
-        self.n_kv_head = natural(n_head if n_kv_head is None else n_kv_head, "n_kv_head")
+        self.d_model, self.n_head = check_count(d_model, "d_model"), check_count(n_head, "n_head")
+        self.d_k = check_count(d_model // n_head if d_k is None else d_k, "d_k (d_model // n_head unless given)")
+        self.d_v = check_count(self.d_k if d_v is None else d_v, "d_v")
+        self.d_out = check_count(d_model if d_out is None else d_out, "d_out")
+        self.d_memory = check_count(d_model if d_memory is None else d_memory, "d_memory")
+        self.n_kv_head = check_count(n_head if n_kv_head is None else n_kv_head, "n_kv_head")
         if n_head % self.n_kv_head:
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {n_head} and {self.n_kv_head}")
         if position not in (None, "rotary", "alibi"):
@@ -295,7 +296,7 @@ class MultiHeadAttention(Module):
             raise ValueError(f"rotary positions rotate pairs, so d_k must be even, got {self.d_k}")
         self.detail = f"{self.n_head} head{'s' if self.n_head > 1 else ''}"
         self.position = position
-        self.dropout = probability(dropout, "dropout")
+        self.dropout = check_probability(dropout, "dropout")
         rng = np.random.default_rng(rng)
         self.rng = rng.spawn(1)[0]
         self.make_parameters(bias, rng)

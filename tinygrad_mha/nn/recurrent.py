@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.nn.layers import Seed, check_width, constant, natural, normal
+from tinygrad_mha.arguments import check_count, check_width
+from tinygrad_mha.nn.layers import Seed, constant, normal
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, as_tensor
 
@@ -28,7 +29,7 @@ class Recurrent(Module):
     gates: int
 
     def __init__(self, n_in: int, n_hidden: int, rng: Seed = None) -> None:
-        self.n_in, self.n_hidden = natural(n_in, "n_in"), natural(n_hidden, "n_hidden")
+        self.n_in, self.n_hidden = check_count(n_in, "n_in"), check_count(n_hidden, "n_hidden")
         rng = np.random.default_rng(rng)
         self.w_x = normal((n_in, self.gates * n_hidden), n_in**-0.5, rng, "W_x")
         self.w_h = normal((n_hidden, self.gates * n_hidden), n_hidden**-0.5, rng, "W_h")

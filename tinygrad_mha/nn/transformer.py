@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tinygrad_mha import engine, ops
+from tinygrad_mha.arguments import check_choice, check_count
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
-from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, natural, normal, one_of
+from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, normal
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.multihead import AttentionTrace, MultiHeadAttention, join_heads, split_heads
 from tinygrad_mha.nn.positions import sinusoidal
@@ -185,16 +186,16 @@ class Transformer(Translator):
         activation: str = "relu",
     ) -> None:
         super().__init__(source_vocab, target_vocab, max_len, pad, start, end)
-        if natural(d_model, "d_model") % natural(n_head, "n_head"):
+        if check_count(d_model, "d_model") % check_count(n_head, "n_head"):
             raise ValueError(f"d_model must be a multiple of n_head, got {d_model} and {n_head}")
         if shared and source_vocab != target_vocab:
             raise ValueError(
                 f"shared=True wants one vocabulary for both sides, got {source_vocab} and {target_vocab} words"
             )
         rng = np.random.default_rng(seed)
-        self.d_model, self.n_layer = d_model, natural(n_layer, "n_layer")
-        self.norm = one_of(norm, ("pre", "post"), "norm")
-        width = Width(d_model, n_head, natural(d_ff, "d_ff"), norm, dropout, activation)
+        self.d_model, self.n_layer = d_model, check_count(n_layer, "n_layer")
+        self.norm = check_choice(norm, ("pre", "post"), "norm")
+        width = Width(d_model, n_head, check_count(d_ff, "d_ff"), norm, dropout, activation)
         std = d_model**-0.5  # and what is looked up is multiplied by the root: about 1, like the sinusoids
         self.source_embedding = Embedding(source_vocab, d_model, std, rng)
         self.target_embedding = self.source_embedding if shared else Embedding(target_vocab, d_model, std, rng)

@@ -11,8 +11,9 @@ from typing import Any, Self
 import numpy as np
 
 from tinygrad_mha import engine, ops
+from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_ids
 from tinygrad_mha.decoding.beam import Beams, beam_search
-from tinygrad_mha.nn.layers import Embedding, FeedForward, Linear, integers, natural, one_of
+from tinygrad_mha.nn.layers import Embedding, FeedForward, Linear
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.nn.recurrent import GRU, RNN, Recurrent
@@ -32,10 +33,10 @@ class Translator(Module):
         self, source_vocab: int, target_vocab: int, max_len: int, pad: int = 0, start: int = 1, end: int = 2
     ) -> None:
         self.source_vocab, self.target_vocab = (
-            natural(source_vocab, "source_vocab"),
-            natural(target_vocab, "target_vocab"),
+            check_count(source_vocab, "source_vocab"),
+            check_count(target_vocab, "target_vocab"),
         )
-        self.max_len = natural(max_len, "max_len")
+        self.max_len = check_count(max_len, "max_len")
         if len({pad, start, end}) < 3 or not all(0 <= i < target_vocab for i in (pad, start, end)):
             raise ValueError(
                 f"pad, start and end must be three different ids of the target's {target_vocab} words, "
@@ -66,13 +67,13 @@ class Translator(Module):
 
     def checked(self, ids: Any, name: str, vocab: int, longest: int | None = None, least: int = 1) -> np.ndarray:
         """Ids as an array, (T,) or (B, T), or an error that says which sentence cannot be used."""
-        ids = integers(ids, name)
+        ids = as_ids(ids, name)
         longest = self.max_len if longest is None else longest
         if ids.ndim not in (1, 2) or ids.shape[-1] < least:
             raise ValueError(f"{name} must be (T,) or (B, T) with {least} words or more, got shape {ids.shape}")
         if ids.shape[-1] > longest:
             raise ValueError(f"{name} has {ids.shape[-1]} words, but this model has max_len = {self.max_len}")
-        ops.check_ids(ids, vocab, name)
+        check_ids(ids, vocab, name)
         empty = np.flatnonzero((np.atleast_2d(ids) == self.pad).all(axis=-1))
         if empty.size:
             raise ValueError(f"{name}: sentence {empty[0]} is empty, it holds nothing but padding (the id {self.pad})")
@@ -168,7 +169,7 @@ class Translator(Module):
         return self(state.src, state.tgt)[:, -1]
 
     def limit(self, max_new_tokens: int | None) -> int:
-        wanted = self.max_len if max_new_tokens is None else natural(max_new_tokens, "max_new_tokens")
+        wanted = self.max_len if max_new_tokens is None else check_count(max_new_tokens, "max_new_tokens")
         return min(wanted, self.max_len)
 
     def cut(self, row: np.ndarray) -> np.ndarray:
@@ -337,7 +338,7 @@ class Seq2Seq(Translator):
         seed: int | None = 0,
     ) -> None:
         super().__init__(source_vocab, target_vocab, max_len, pad, start, end)
-        make = CELLS[one_of(cell, CELLS, "cell")]
+        make = CELLS[check_choice(cell, CELLS, "cell")]
         n_hidden = d_model if n_hidden is None else n_hidden
         rng = np.random.default_rng(seed)
         self.source_embedding = Embedding(source_vocab, d_model, 1.0, rng)

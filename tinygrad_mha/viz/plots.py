@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.engine import no_grad
 from tinygrad_mha.files.safetensors import replacing
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.nn.gpt import GPTTrace
-from tinygrad_mha.nn.layers import integers
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.multihead import AttentionTrace
 from tinygrad_mha.tensors import plain
@@ -292,7 +292,7 @@ def plot_logit_lens(
         ImportError: matplotlib is not installed.
         ValueError, TypeError: ids that are not one sequence of integers.
     """
-    idx = integers(ids, "ids")
+    idx = as_ids(ids, "ids")
     idx = idx[0] if idx.ndim == 2 and len(idx) == 1 else idx
     if idx.ndim != 1:
         raise ValueError(f"a logit lens looks at one sequence of ids, (T,), got shape {idx.shape}")

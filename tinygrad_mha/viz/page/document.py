@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine
+from tinygrad_mha.arguments import check_choice
 from tinygrad_mha.files.safetensors import replacing
 from tinygrad_mha.nn import GPT, MultiHeadAttention
-from tinygrad_mha.nn.layers import one_of
 from tinygrad_mha.viz.page.measure import MOST_PARAMETER_ROWS, Head, Json, collected, layer_of, subject_of, token_names
 
 LANGUAGES = ("en", "zh")
@@ -96,7 +96,7 @@ def walkthrough(
         >>> walkthrough(mha, np.eye(4, 5), tokens=["the", "cat", "sat", "down"])
         Walkthrough of 4 tokens and 2 heads: .save("page.html") writes it
     """
-    one_of(lang, LANGUAGES, "lang")
+    check_choice(lang, LANGUAGES, "lang")
     # What is infinite or no number is shown as such, so nobody needs to be warned of it.
     with engine.enable_grad(), np.errstate(all="ignore"):
         if isinstance(mha, GPT):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from tinygrad_mha import engine, ops, transforms
+from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.nn import GPT, KVCache, MultiHeadAttention
-from tinygrad_mha.nn.layers import integers
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
@@ -50,7 +50,7 @@ def subject_of(attention: MultiHeadAttention, x: Any, grad: Any) -> Subject:
 
 def layer_of(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
     """One layer of a GPT as it works on `ids`: what reaches its attention, and the gradient that comes back to it."""
-    idx = sequence(integers(ids, "the ids that a GPT walks through"), 1, "ids must be (T,)")
+    idx = sequence(as_ids(ids, "the ids that a GPT walks through"), 1, "ids must be (T,)")
     if not 0 <= layer < len(model.h):
         raise ValueError(f"this GPT has the layers 0 to {len(model.h) - 1}, got layer={layer}")
     facts: Json = {"layer": layer, "layers": len(model.h), "ids": [str(i) for i in idx.tolist()]}

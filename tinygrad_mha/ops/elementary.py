@@ -1,7 +1,7 @@
-"""Every primitive: what it computes, and right under it what its derivative is.
+"""The elementary primitives: arithmetic, functions, reductions, shape, indexing, products. Rules stand below each.
 
 A rule is `rule(g, y, inputs..., keywords...)`: the gradient `g` of the output `y`, times the local derivative. It is
-written with the primitives of this file and with what arrays and tensors share, so the same rule runs on arrays in a
+written with primitives and with what arrays and tensors share, so the same rule runs on arrays in a
 plain backward, and on tensors when the gradient must itself be differentiated. Comparisons give plain arrays in both
 cases. A rule may return the shape that its argument was broadcast to; the engine sums it back.
 
@@ -22,8 +22,53 @@ import operator
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from tinygrad_mha.arguments import as_index, check_boolean, check_ids
 from tinygrad_mha.kernels import reference
-from tinygrad_mha.primitives import REGISTRY, Primitive, as_operand, primitive
+from tinygrad_mha.primitives import primitive
+
+__all__ = [
+    "abs",
+    "add",
+    "broadcast_to",
+    "cast",
+    "clip",
+    "concat",
+    "div",
+    "einsum",
+    "erf",
+    "exp",
+    "getitem",
+    "linear",
+    "log",
+    "mask",
+    "matmul",
+    "max",
+    "maximum",
+    "mean",
+    "min",
+    "minimum",
+    "mul",
+    "neg",
+    "norm",
+    "pow",
+    "relu",
+    "reshape",
+    "scale",
+    "scatter_add",
+    "sigmoid",
+    "split",
+    "sqrt",
+    "stack",
+    "std",
+    "sub",
+    "sum",
+    "swapaxes",
+    "take",
+    "tanh",
+    "transpose",
+    "var",
+    "where",
+]
 
 INFINITY = math.inf
 
@@ -207,48 +252,6 @@ relu.vjps(lambda g, y, x: where(x > 0, g, 0.0))
 
 
 @primitive
-def gelu(x, *, tanh=False):
-    """x * Phi(x), Phi the normal distribution function (arXiv:1606.08415).
-
-    Exactly through erf, or with `tanh=True` by the formula that GPT-2 was trained with:
-    0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
-    """
-    x = floating(x)
-    passed = np.asarray(gelu_passed(x, tanh), dtype=x.dtype)  # of a 0-d array, NumPy makes scalars, which are weak
-    return x * passed, passed
-
-
-def gelu_passed(x, tanh):
-    """Phi(x): which part of x passes."""
-    return 0.5 * (1.0 + (TANH(gelu_tanh_argument(x)) if tanh else erf(x * math.sqrt(0.5))))
-
-
-def gelu_tanh_argument(x):
-    x = clip(x, min=-10.0, max=10.0)  # beyond, the tanh is 1 to the last bit, and x^3 need not overflow
-    return math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
-
-
-def gelu_vjp(g, y, passed, x, *, tanh):
-    if tanh:
-        # passed = (1 + tanh u) / 2, so 1 - tanh^2 u = 4 passed (1 - passed).
-        inside = np.clip(x, -10.0, 10.0)
-        slope = passed * (1.0 - passed) * (math.sqrt(8.0 / math.pi) * (1.0 + 3 * 0.044715 * (inside * inside)))
-    else:
-        with np.errstate(over="ignore"):
-            slope = np.exp(-0.5 * (x * x)) * (1.0 / math.sqrt(2.0 * math.pi))
-    return g * (passed + x * slope)
-
-
-TANH = tanh  # gelu has a keyword of the same name
-gelu.vjps(gelu_vjp)
-
-
-@gelu.composed_of
-def gelu_from_primitives(x, *, tanh):
-    return x * gelu_passed(x, tanh)
-
-
-@primitive
 def abs(x):
     """|x|. The derivative at 0 is taken as 0."""
     return np.abs(x)
@@ -298,12 +301,6 @@ def mask(scores, allow):
 
 
 mask.vjps(lambda g, y, scores, allow: where(allow, g, 0.0), None)
-
-
-def check_boolean(condition, name):
-    if not hasattr(condition, "dtype") or condition.dtype.kind != "b":
-        kind = getattr(condition, "dtype", type(condition).__name__)
-        raise TypeError(f"{name} must be a boolean array (True = may be seen), got {kind}; compare first: m > 0")
 
 
 @primitive
@@ -504,16 +501,10 @@ def frozen_index(inputs, keywords):
 
     def freeze(part):
         part = getattr(part, "_data", part) if hasattr(part, "__apply_primitive__") else part
-        return listed(part) if isinstance(part, list) else part.copy() if isinstance(part, np.ndarray) else part
+        return as_index(part) if isinstance(part, list) else part.copy() if isinstance(part, np.ndarray) else part
 
     index = keywords["index"]
     return inputs, {**keywords, "index": tuple(map(freeze, index)) if isinstance(index, tuple) else freeze(index)}
-
-
-def listed(index):
-    """A list as an index. NumPy alone would make floats of an empty one."""
-    index = np.array(index)
-    return index if index.size else index.astype(np.intp)
 
 
 @primitive(arrange=frozen_index)
@@ -559,7 +550,7 @@ def add_rows(out, rows, values):
 def ids_last(inputs, keywords):
     """Accept ids in a list, which are integers though other lists become floats."""
     if inputs and isinstance(inputs[-1], (list, tuple)):
-        inputs = (*inputs[:-1], listed(inputs[-1]))
+        inputs = (*inputs[:-1], as_index(inputs[-1]))
     return inputs, keywords
 
 
@@ -571,20 +562,6 @@ def take(weight, ids):
 
 
 take.vjps(lambda g, y, weight, ids: scatter_add(g, index=ids, shape=weight.shape), None)
-
-
-def check_ids(ids, n, name, besides=None):
-    """Raise unless `ids` are integers in 0 .. n - 1 (or `besides`), naming the first that is not and its place."""
-    ids = np.asarray(ids)
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    wrong = (ids < 0) | (ids >= n)
-    if besides is not None:
-        wrong &= ids != besides
-    if wrong.any():
-        place = tuple(int(i) for i in np.argwhere(wrong)[0])
-        also = "" if besides is None else f" (or {besides}, which is ignored)"
-        raise IndexError(f"{name}{list(place)} is {ids[place]}, expected 0 to {n - 1}{also}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -691,233 +668,6 @@ def einsum_terms(subscripts, shapes):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Softmax and losses
-
-
-@primitive
-def softmax(x, *, axis=-1):
-    """exp(x) / sum(exp(x)) along `axis`. Rows that are all -inf (nothing allowed) give zeros, and zero gradients."""
-    _, e, total = shifted_exp(x, axis)
-    e /= total
-    return e
-
-
-# y = e / sum(e), so dy_i/dx_j = y_i (delta_ij - y_j).
-softmax.vjps(lambda g, y, x, axis: y * (g - (g * y).sum(axis=axis, keepdims=True)))
-
-
-def shifted_exp(x, axis):
-    """x less its largest element along `axis` (which changes no softmax), exp of that, and its sum.
-
-    A row that is all -inf is shifted by the lowest number there is: its exp is 0. The sum of any other row is at
-    least 1, which its largest element contributes, so the sum of a dead row is set to 1 without touching the others.
-    """
-    x = floating(x)
-    top = np.maximum.reduce(x, axis, None, None, True, -INFINITY)  # dtype, out, keepdims, initial
-    shifted = x - np.maximum(top, LOWEST[x.dtype])
-    e = np.exp(shifted)
-    return shifted, e, np.maximum(np.add.reduce(e, axis, None, None, True), ONE[x.dtype])
-
-
-# As 0-d arrays of each dtype: NumPy takes longer to convert a Python number than to use it.
-FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
-LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in FLOATS}
-ONE = {np.dtype(kind): np.ones((), kind) for kind in FLOATS}
-
-
-@primitive
-def log_softmax(x, *, axis=-1):
-    """x - log(sum(exp(x))) along `axis`. Rows that are all -inf stay -inf."""
-    shifted, _, total = shifted_exp(x, axis)
-    return shifted - np.log(total)
-
-
-log_softmax.vjps(lambda g, y, x, axis: g - exp(y) * g.sum(axis=axis, keepdims=True))
-
-
-@primitive(arrange=ids_last)
-def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
-    """-log(softmax(logits)[target]): logits (..., C), integer targets (...); classes on the last axis.
-
-    Targets equal to `ignore_index` count nowhere; the mean over no targets is 0. With `label_smoothing` e, the target
-    distribution is 1 - e on the target plus e / C on every class (arXiv:1512.00567). `reduction`: mean, sum or none.
-    """
-    check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction)
-    valid, safe, n = counted(targets, ignore_index)
-    logits = only_counted(floating(logits), valid)
-    shifted, e, total = shifted_exp(logits, -1)
-    log_total = np.log(total)
-    loss = log_total[..., 0] - np.take_along_axis(shifted, safe[..., None], -1)[..., 0]
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total[..., 0] - shifted.mean(-1))
-    loss = np.where(valid, loss, 0)
-    loss = loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / n
-    return loss.astype(logits.dtype), e / total
-
-
-def cross_entropy_vjp(g, y, probabilities, logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, safe, n = counted(targets, ignore_index)
-    g = np.where(valid, g / n if reduction == "mean" else g, 0).astype(logits.dtype)[..., None]
-    gradient = probabilities - label_smoothing / logits.shape[-1]
-    at_target = np.take_along_axis(gradient, safe[..., None], -1) - (1 - label_smoothing)
-    np.put_along_axis(gradient, safe[..., None], at_target, -1)
-    return gradient * g, None
-
-
-cross_entropy.vjp_joint(cross_entropy_vjp)
-
-
-@cross_entropy.composed_of
-def cross_entropy_from_primitives(logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, safe, n = counted(targets, ignore_index)
-    log_p = log_softmax(only_counted(logits, valid))
-    loss = -log_p[(*np.indices(safe.shape, sparse=True), safe)]
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss - label_smoothing * mean(log_p, axis=-1)
-    loss = where(valid, loss, 0.0)
-    return loss if reduction == "none" else sum(loss) if reduction == "sum" else sum(loss) / n
-
-
-def check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction):
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if np.ndim(logits) < 1 or np.shape(targets) != logits.shape[:-1]:
-        raise ValueError(f"expected logits (..., C) and targets (...), got {np.shape(logits)} and {np.shape(targets)}")
-    check_ids(targets, logits.shape[-1], "targets", besides=ignore_index)
-
-
-def counted(targets, ignore_index):
-    """Which targets count, the targets with class 0 in place of the others, and how many count (at least 1)."""
-    targets = np.asarray(targets)
-    valid = targets != ignore_index
-    return valid, np.where(valid, targets, 0), builtins.max(int(valid.sum()), 1)
-
-
-def only_counted(logits, valid):
-    """`logits`, with zeros in the rows that do not count: a nan in padding must not reach 0 * nan."""
-    return logits if valid.all() else where(valid[..., None], logits, 0.0)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Normalisation, over the last axis
-
-
-@primitive
-def layer_norm(x, weight=None, bias=None, *, eps=1e-5):
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (arXiv:1607.06450). The variance is that of the
-    whole row (ddof 0), from centred values, so that large rows with a small spread keep their digits."""
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    inverse = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    unit = centred * inverse
-    return affine(unit, weight, bias), unit, inverse
-
-
-def layer_norm_vjp(g, y, unit, inverse, x, weight, bias, *, eps):
-    # unit has mean 0 and a fixed length: take away the parts of the gradient that would change either.
-    u = g if weight is None else g * weight
-    along_unit = np.mean(u * unit, axis=-1, keepdims=True)
-    return inverse * (u - np.mean(u, axis=-1, keepdims=True) - unit * along_unit), g * unit, g
-
-
-layer_norm.vjp_joint(layer_norm_vjp)
-
-
-@layer_norm.composed_of
-def layer_norm_from_primitives(x, weight=None, bias=None, *, eps=1e-5):
-    centred = x - mean(x, axis=-1, keepdims=True)
-    return affine(centred / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps), weight, bias)
-
-
-@primitive
-def rms_norm(x, weight=None, *, eps=1e-5):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
-    inverse = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
-    unit = x * inverse
-    return affine(unit, weight, None), unit, inverse
-
-
-def rms_norm_vjp(g, y, unit, inverse, x, weight, *, eps):
-    u = g if weight is None else g * weight
-    return inverse * (u - unit * np.mean(u * unit, axis=-1, keepdims=True)), g * unit
-
-
-rms_norm.vjp_joint(rms_norm_vjp)
-
-
-@rms_norm.composed_of
-def rms_norm_from_primitives(x, weight=None, *, eps=1e-5):
-    return affine(x / sqrt(mean(x * x, axis=-1, keepdims=True) + eps), weight, None)
-
-
-def affine(x, weight, bias):
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Attention
-
-
-@primitive
-def attention(q, k, v, allow=None, bias=None, keep=None, *, scale=None):
-    """softmax(q k^T * scale + bias, only where `allow`) v (arXiv:1706.03762, equation 1), in one node.
-
-    q (..., T_q, d_k), k (..., T_k, d_k), v (..., T_k, d_v) -> (..., T_q, d_v). `allow` is boolean, `bias` is added to
-    the scaled scores, both broadcast to (..., T_q, T_k). `keep` multiplies the weights: dropout, drawn outside.
-    `scale` is d_k ** -0.5 unless given. Keys that no query may see take no part, whatever they hold.
-    """
-    k, v = only_seen(k, allow), only_seen(v, allow)
-    scores = np.matmul(q, k.mT) * attention_scale(q, scale)
-    if bias is not None:
-        scores = scores + bias
-    if allow is not None:
-        scores = np.where(allow, scores, -INFINITY)
-    weights = softmax(scores)
-    return np.matmul(weights if keep is None else weights * keep, v), weights, k, v
-
-
-def attention_vjp(g, y, weights, seen_k, seen_v, q, k, v, allow, bias, keep, *, scale):
-    # q k^T -> scores -> weights -> kept weights -> y, backwards; softmax as above.
-    kept_weights = weights if keep is None else weights * keep
-    g_kept = g @ seen_v.mT
-    g_weights = g_kept if keep is None else g_kept * keep
-    g_scores = weights * (g_weights - np.sum(g_weights * weights, axis=-1, keepdims=True))
-    scaled = g_scores * attention_scale(q, scale)
-    return scaled @ seen_k, scaled.mT @ q, kept_weights.mT @ g, None, g_scores, g_kept * weights
-
-
-attention.vjp_joint(attention_vjp)
-
-
-@attention.composed_of
-def attention_from_primitives(q, k, v, allow=None, bias=None, keep=None, *, scale=None):
-    k, v = only_seen(k, allow), only_seen(v, allow)
-    scores = SCALE(matmul(q, k.mT), by=attention_scale(q, scale))
-    if bias is not None:
-        scores = add(scores, bias)
-    weights = softmax(scores if allow is None else mask(scores, allow))
-    return matmul(weights if keep is None else mul(weights, keep), v)
-
-
-SCALE = scale  # attention has a keyword of the same name
-
-
-def attention_scale(q, scale):
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
-def only_seen(rows, allow):
-    """`rows` of keys or values, with zeros for those that no query may see: a nan in padding must not reach 0 * nan."""
-    if allow is None:
-        return rows
-    check_boolean(allow, "allow")
-    seen = np.atleast_2d(np.asarray(allow)).any(axis=-2)[..., None]
-    return rows if seen.all() else where(seen, rows, 0.0)
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Compositions
 
 
@@ -955,8 +705,3 @@ def root_of_squares(x):
     """sqrt(x), but with slope 0 at 0, where the root of a sum of squares has its corner."""
     corner = x == 0
     return where(corner, 0.0, sqrt(where(corner, 1.0, x)))
-
-
-# What this file offers: the primitives, the compositions, and what a new primitive is made with.
-__all__ = ["REGISTRY", "Primitive", "as_operand", "norm", "primitive", "split", "std", "swapaxes"]
-__all__ += list(REGISTRY)
