@@ -7,6 +7,7 @@ import pytest
 
 from tinygrad_mha import Tensor, gradcheck, ops
 from tinygrad_mha.cli import check_primitive, main
+from tinygrad_mha.primitives import KINDS
 
 OWN = [op for op in ops.REGISTRY.values() if op.forward.__module__.startswith("tinygrad_mha.")]
 FUSED = [op for op in OWN if op.composition is not None]
@@ -79,6 +80,26 @@ def test_float32_stays_float32_in_value_and_gradients(op):
 @pytest.mark.parametrize("op", OWN, ids=lambda op: op.name)
 def test_every_primitive_says_what_it_computes(op):
     assert op.__doc__
+
+
+@pytest.mark.parametrize("op", OWN, ids=lambda op: op.name)
+def test_every_primitive_states_its_kind_and_the_roles_of_its_arguments(op):
+    assert op.kind in set(KINDS) - {"function"}
+    assert len(op.roles) == len(op.arguments)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"kind": "sum"}, "kind must be one of function, elementwise"),
+        ({"roles": ("data", "data")}, r"roles must hold one of .* for each of \('x',\)"),
+        ({"roles": ("weights",)}, "roles must hold one of"),
+    ],
+)
+def test_facts_that_do_not_fit_are_refused(own_primitives, facts, message):
+    with pytest.raises(ValueError, match=message):
+        ops.primitive(**facts)(lambda_named("mine", lambda x: 2 * x))
+    assert "mine" not in own_primitives
 
 
 def test_the_command_line_proves_all_of_them(capsys):

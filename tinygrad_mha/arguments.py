@@ -10,19 +10,8 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "as_ids",
-    "as_index",
-    "check_boolean",
-    "check_choice",
-    "check_count",
-    "check_ids",
-    "check_integer",
-    "check_probability",
-    "check_width",
-    "is_integer",
-    "is_number",
-]
+__all__ = ["as_ids", "as_index", "check_boolean", "check_choice", "check_count", "check_ids", "check_integer"]
+__all__ += ["check_probability", "check_width", "is_integer", "is_number"]
 
 
 def is_integer(x: Any) -> bool:

@@ -1,51 +1,108 @@
-"""What a primitive is: a pure function of arrays, with one derivative rule per array argument.
+"""Primitives: pure functions of arrays, each with one derivative rule per array argument.
 
-A primitive knows nothing of tensors. Called with arrays it is the NumPy function that it was written as; when one of
-its arguments has a method `__apply_primitive__`, that argument is asked to make the call instead. This is how `Tensor`
-remembers where it came from, and why this file does not import it.
+A primitive does not depend on Tensor. Called with arrays it is the NumPy function it was written as. If an argument has
+a method `__apply_primitive__`, as a Tensor has, that method makes the call and records it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
 
-REGISTRY: dict[str, Primitive] = {}
+from tinygrad_mha.notation import Call, Writer, write_call
+
+__all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_operand", "from_data", "primitive"]
+
+REGISTRY: dict[str, Primitive[..., Any]] = {}
+
+# What a primitive does. Pictures decide by it what gets a box of its own and what becomes part of a formula.
+KINDS = (
+    "function",  # anything else
+    "elementwise",
+    "activation",
+    "choice",  # of elements of its arguments, by a condition
+    "mask",  # sets what is not allowed to -inf
+    "reduction",
+    "normalization",  # of each row, to a mean, a variance or a mean square
+    "distribution",  # each row of the result is positive and sums to 1
+    "movement",  # the same elements in another shape, order or dtype
+    "index",  # a part of an array
+    "scatter",  # the derivative of an index
+    "join",
+    "lookup",  # rows of a table
+    "product",
+    "attention",
+    "loss",
+)
+
+# What an array argument is. A plain array given as an "operand" is a constant of the formula, as is a mask; a plain
+# array in another role is drawn. A leaf that is used as a weight or bias is a parameter.
+ROLES = ("operand", "data", "weight", "bias", "ids", "targets", "mask")
 
 
-class Primitive:
+class Traced(Protocol):
+    """What records the primitives that are applied to it: Tensor."""
+
+    @staticmethod
+    def __apply_primitive__(op: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+T = TypeVar("T", bound=Traced)
+
+
+class Primitive(Generic[P, R_co]):
     """A differentiable function of arrays.
 
+    Its type takes the parameters of the function behind the first array, and what the function is annotated to return.
+    A call whose first argument is a Tensor is typed as a Tensor, any other call as annotated. A function of several
+    arrays is annotated `-> Any`, because one of the later arguments may be a Tensor.
+
     Attributes:
-        name: what it is called in graphs, errors and the registry.
-        forward: the function itself, `forward(*arrays, **keywords)`, returning an array, or `(array, *residuals)`.
-        arguments: names of the array arguments; the last one repeats when `variadic`.
-        defaults: the keywords and their default values.
-        rules: one rule per array argument, or None where an argument has no derivative.
-        joint_rule: one rule that answers for all arguments at once (fused primitives share work between them).
+        name: its name in graphs, errors and the registry.
+        forward: the function, `forward(*arrays, **keywords)`, returning an array or `(array, *residuals)`.
+        arguments: names of the array arguments; the last one repeats if `variadic`.
+        defaults: the keywords that have a default, and their default values.
+        rules: one derivative rule per array argument, or None for an argument without derivative.
+        joint_rule: one rule that returns the gradients of all arguments, for fused primitives.
         composition: the same function built from simpler primitives, or None.
-        samples: `samples(rng)` gives a list of `(inputs, keywords)` at which the rules can be checked.
+        samples: `samples(rng)` returns a list of `(inputs, keywords)` at which the rules are checked.
+        kind: what it does, one of KINDS.
+        roles: what each array argument is, each one of ROLES.
+        label: its name in formulas.
+        formula: writes one call as a formula, see `notation`.
+        sentence: describes one call in words, where all operands have names; or None.
     """
 
-    EXPLAINED = (ValueError, IndexError, TypeError, AttributeError)  # raised again, with the shapes that were met
+    EXPLAINED = (ValueError, IndexError, TypeError, AttributeError)  # re-raised with the shapes of the operands
 
-    def __init__(self, forward: Callable[..., Any], arrange: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        forward: Callable[Concatenate[Any, P], R_co],
+        arrange: Callable[..., Any] | None = None,
+        kind: str = "function",
+        roles: Sequence[str] = (),
+        label: str | None = None,
+        formula: Writer = write_call,
+        sentence: Callable[[Call], str] | None = None,
+    ) -> None:
         self.name = forward.__name__
         if not self.name.isidentifier():
             raise ValueError(f"a primitive needs a name: write it with def, got {self.name!r}")
         self.__doc__ = forward.__doc__
-        self.forward = forward
+        self.forward: Callable[..., Any] = forward
         self.arrange = arrange
         parameters = inspect.signature(forward).parameters.values()
         for p in parameters:
             if p.kind is p.VAR_KEYWORD or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default not in (p.empty, None)):
                 raise TypeError(
-                    f"{self.name}: {p} is neither an array, which is positional and at most optional with the default "
-                    f"None, nor a keyword, which comes after *"
+                    f"{self.name}: {p} is neither an array argument (positional; optional ones have the default None) "
+                    f"nor a keyword (after *)"
                 )
         self.arguments = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         self.variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -59,43 +116,50 @@ class Primitive:
         self.joint_rule: Callable[..., Any] | None = None
         self.composition: Callable[..., Any] | None = None
         self.samples: Callable[[np.random.Generator], list[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
+        self.kind = kind
+        self.roles = tuple(roles) or ("operand",) * len(self.arguments)
+        self.label = label or self.name
+        self.formula = formula
+        self.sentence = sentence
+        if kind not in KINDS:
+            raise ValueError(f"{self.name}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        if len(self.roles) != len(self.arguments) or not set(ROLES).issuperset(self.roles):
+            raise ValueError(f"{self.name}: roles must hold one of {ROLES} for each of {self.arguments}, got {roles!r}")
 
-    def vjps(self, *rules: Callable[..., Any] | None) -> Primitive:
-        """Give one rule per array argument: `rule(g, y, *residuals, *inputs, **keywords) -> gradient of that argument`.
+    def vjps(self, *rules: Callable[..., Any] | None) -> Primitive[P, R_co]:
+        """Set one rule per array argument: `rule(g, y, *residuals, *inputs, **keywords) -> gradient of that argument`.
 
-        `g` is the gradient of the output `y`. Write a rule with primitives and with what arrays and tensors share, and
-        it serves second derivatives too. It may return the broadcast shape: the engine sums it back. None says that an
-        argument has no derivative.
+        `g` is the gradient of the output `y`. A rule written with primitives and with what arrays and Tensors share
+        also serves second derivatives. It may return the broadcast shape; the engine sums it to the argument's shape.
+        None means that the argument has no derivative.
         """
         if self.variadic or len(rules) != len(self.arguments):
-            wanted = (
-                "one rule through vjp_each" if self.variadic else f"{len(self.arguments)} rules, for {self.arguments}"
-            )
-            raise TypeError(f"primitive {self.name!r} wants {wanted}, got {len(rules)}")
+            expected = "one rule with vjp_each" if self.variadic else f"{len(self.arguments)} rules: {self.arguments}"
+            raise TypeError(f"primitive {self.name!r} expects {expected}, got {len(rules)}")
         self.rules = rules
         self.underivable = frozenset(i for i, rule in enumerate(rules) if rule is None)
         return self
 
     def vjp_each(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a variadic primitive its one rule, `rule(i, g, y, *inputs, **keywords)`, told the argument."""
+        """Set the rule of a variadic primitive: `rule(i, g, y, *inputs, **keywords) -> gradient of input i`."""
         self.each_rule = rule
         return rule
 
     def vjp_joint(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Give one rule for all: `rule(g, y, *residuals, *inputs, **keywords) -> a gradient or None for each`.
+        """Set one rule for all arguments: `rule(g, y, *residuals, *inputs, **keywords) -> a gradient or None for each`.
 
-        It sees arrays only; a primitive that has one names its `composition`, which carries the second derivative.
+        It is called with arrays only. Second derivatives go through the `composition`, which it therefore needs.
         """
         self.joint_rule = rule
         return rule
 
     def composed_of(self, composition: Callable[..., Any]) -> Callable[..., Any]:
-        """Name the same function in simpler primitives: the oracle of the fused one, and its second derivative."""
+        """Set the same function in simpler primitives. Tests compare the two; second derivatives go through it."""
         self.composition = composition
         return composition
 
     def rule(self, i: int) -> Callable[..., Any] | None:
-        """The rule of argument `i`, or None where the argument has no derivative."""
+        """The rule of argument `i`, or None if the argument has no derivative."""
         if self.each_rule is not None:
             return partial(self.each_rule, i)
         return self.rules[i] if self.rules is not None else None
@@ -104,7 +168,17 @@ class Primitive:
         """The name of array argument `i`, for messages."""
         return f"{self.arguments[-1]}[{i}]" if self.variadic else self.arguments[i]
 
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+    def role(self, i: int) -> str:
+        """What array argument `i` is, one of ROLES."""
+        return self.roles[-1] if self.variadic else self.roles[i]
+
+    @overload
+    def __call__(self, x: T | Sequence[T], /, *inputs: P.args, **keywords: P.kwargs) -> T: ...
+
+    @overload
+    def __call__(self, x: Any, /, *inputs: P.args, **keywords: P.kwargs) -> R_co: ...
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:  # type: ignore[misc]  # mypy wants P here
         if self.arrange is not None:
             inputs, keywords = self.arrange(inputs, keywords)
         if keywords and not self.variadic and not self.keywords_known.issuperset(keywords):
@@ -121,16 +195,16 @@ class Primitive:
         try:
             return self.value_and_residuals(self.forward(*arrays, **keywords))[0]
         except self.EXPLAINED as error:
-            raise self.explained(error, arrays, keywords) from error
+            raise self.explain(error, arrays, keywords) from error
 
     @staticmethod
     def value_and_residuals(result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
-        """What a forward returned: the value, always an array, and what its rules want to see again."""
+        """Split the result of a forward into the value, always an array, and the residuals for its rules."""
         value, *residuals = result if result.__class__ is tuple else (result,)
         return np.asarray(value), tuple(residuals)
 
     def _by_position(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Array arguments that were given by name, put into their places."""
+        """Move array arguments that were given by name to their positions."""
         named = {name: x for name, x in keywords.items() if name not in self.keywords_known}
         unknown = [name for name in named if name not in self.arguments[len(inputs) :]]
         if unknown:
@@ -142,29 +216,29 @@ class Primitive:
         return inputs + placed, {name: x for name, x in keywords.items() if name in self.keywords_known}
 
     def _complete(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Fill optional array arguments with None, so that every rule sees every argument."""
+        """Add None for optional array arguments that are missing, so that every rule receives every argument."""
         if len(inputs) < self.required:
             missing = self.arguments[len(inputs) : self.required]
             raise TypeError(f"{self.name}: expected the arrays {self.arguments}, got {len(inputs)}; missing {missing}")
         return inputs + (None,) * (len(self.arguments) - len(inputs))
 
-    def explained(self, error: Exception, arrays: Iterable[Any], keywords: dict[str, Any]) -> Exception:
-        """The same error, saying which primitive met which shapes."""
+    def explain(self, error: Exception, arrays: Iterable[Any], keywords: dict[str, Any]) -> Exception:
+        """The same error with the name of the primitive, the shapes of its operands and its options."""
         shapes = ", ".join(str(x.shape) if isinstance(x, np.ndarray) else repr(x) for x in arrays if x is not None)
         options = "".join(f", {k}={v!r}" for k, v in keywords.items() if not isinstance(v, np.ndarray))
-        kinds = (np.exceptions.AxisError, ValueError, IndexError)
-        kind = next((k for k in kinds if isinstance(error, k)), TypeError)
-        return kind(f"{self.name} of {shapes}{options}: {error}")
+        classes = (np.exceptions.AxisError, ValueError, IndexError)
+        error_class = next((c for c in classes if isinstance(error, c)), TypeError)
+        return error_class(f"{self.name} of {shapes}{options}: {error}")
 
     def __repr__(self) -> str:
         return f"<primitive {self.name}({', '.join(self.arguments + self.keywords)})>"
 
 
 def as_operand(x: Any) -> Any:
-    """An operand as forwards and rules see it: an array, a Python number, or None.
+    """Convert an operand to what forwards and rules accept: an array, a Python number, or None.
 
-    NumPy's scalars become Python numbers, so that they are weak: a float32 array times `np.float64(2)` stays float32.
-    A list, of ints too, becomes a float32 array, as in `Tensor`.
+    NumPy scalars become Python numbers, so that they are weak: a float32 array times `np.float64(2)` stays float32.
+    A list becomes a float32 array, as in `Tensor`.
     """
     if x.__class__ is np.ndarray or x is None:
         return x
@@ -174,7 +248,7 @@ def as_operand(x: Any) -> Any:
 
 
 def from_data(data: Any) -> np.ndarray:
-    """Data as an array: an array keeps its dtype, Python numbers and lists become float32 (of booleans: bool)."""
+    """Convert data to an array: arrays keep their dtype, Python numbers and lists become float32 (booleans: bool)."""
     keeps = isinstance(data, (np.ndarray, np.generic)) or hasattr(data, "__array_interface__")
     array = np.asarray(data)
     if array.dtype.kind not in "fiub":
@@ -182,11 +256,22 @@ def from_data(data: Any) -> np.ndarray:
     return array if keeps or array.dtype.kind == "b" else array.astype(np.float32)
 
 
-def primitive(forward: Callable[..., Any] | None = None, *, arrange: Callable[..., Any] | None = None) -> Any:
+@overload
+def primitive(forward: Callable[Concatenate[Any, P], R_co]) -> Primitive[P, R_co]: ...
+
+
+@overload
+def primitive(**facts: Any) -> Callable[[Callable[Concatenate[Any, P], R_co]], Primitive[P, R_co]]: ...
+
+
+def primitive(forward: Any = None, **facts: Any) -> Any:
     """Make a primitive of a function of arrays and enter it into the registry.
 
-    Array arguments are positional (an optional one has the default None), everything else is keyword-only. `arrange`
-    may turn a friendlier call into that form: `arrange(inputs, keywords) -> (inputs, keywords)`.
+    Array arguments are positional (an optional one has the default None), everything else is keyword-only.
+
+    Args:
+        facts: `kind`, `roles`, `label`, `formula` and `sentence`, see `Primitive`: how pictures show it. `arrange`
+            accepts other ways to call it: `arrange(inputs, keywords) -> (inputs, keywords)`.
 
     Example:
         >>> @primitive
@@ -196,8 +281,8 @@ def primitive(forward: Callable[..., Any] | None = None, *, arrange: Callable[..
         <primitive cube(x)>
     """
     if forward is None:
-        return lambda function: primitive(function, arrange=arrange)
-    op = Primitive(forward, arrange)
+        return lambda function: primitive(function, **facts)
+    op: Primitive[..., Any] = Primitive(forward, **facts)
     known = REGISTRY.get(op.name)
     if known is not None and known.forward.__module__ != forward.__module__:
         raise ValueError(

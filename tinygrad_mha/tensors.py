@@ -493,7 +493,7 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
     try:
         value = op.forward(*arrays, **kwargs)
     except Primitive.EXPLAINED as error:
-        raise op.explained(error, arrays, kwargs) from error
+        raise op.explain(error, arrays, kwargs) from error
     residuals: tuple[Any, ...] = ()
     if value.__class__ is not np.ndarray:
         value, residuals = op.value_and_residuals(value)

@@ -18,57 +18,20 @@ import builtins
 import itertools
 import math
 import operator
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from tinygrad_mha import notation
 from tinygrad_mha.arguments import as_index, check_boolean, check_ids
 from tinygrad_mha.kernels import reference
 from tinygrad_mha.primitives import primitive
 
-__all__ = [
-    "abs",
-    "add",
-    "broadcast_to",
-    "cast",
-    "clip",
-    "concat",
-    "div",
-    "einsum",
-    "erf",
-    "exp",
-    "getitem",
-    "linear",
-    "log",
-    "mask",
-    "matmul",
-    "max",
-    "maximum",
-    "mean",
-    "min",
-    "minimum",
-    "mul",
-    "neg",
-    "norm",
-    "pow",
-    "relu",
-    "reshape",
-    "scale",
-    "scatter_add",
-    "sigmoid",
-    "split",
-    "sqrt",
-    "stack",
-    "std",
-    "sub",
-    "sum",
-    "swapaxes",
-    "take",
-    "tanh",
-    "transpose",
-    "var",
-    "where",
-]
+__all__ = ["abs", "add", "broadcast_to", "cast", "clip", "concat", "div", "einsum", "erf", "exp", "getitem", "linear"]
+__all__ += ["log", "mask", "matmul", "max", "maximum", "mean", "min", "minimum", "mul", "neg", "norm", "pow", "relu"]
+__all__ += ["reshape", "scale", "scatter_add", "sigmoid", "split", "sqrt", "stack", "std", "sub", "sum", "swapaxes"]
+__all__ += ["take", "tanh", "transpose", "var", "where"]
 
 INFINITY = math.inf
 
@@ -76,8 +39,8 @@ INFINITY = math.inf
 # Arithmetic. `x * 0.5` is scale(x, by=0.5): a constant is not a node.
 
 
-@primitive
-def add(a, b):
+@primitive(kind="elementwise", formula=notation.infix("+", notation.SUM, associative=True))
+def add(a, b) -> Any:
     """a + b, with broadcasting."""
     return a + b
 
@@ -85,8 +48,8 @@ def add(a, b):
 add.vjps(lambda g, y, a, b: g, lambda g, y, a, b: g)
 
 
-@primitive
-def sub(a, b):
+@primitive(kind="elementwise", formula=notation.infix("−", notation.SUM))
+def sub(a, b) -> Any:
     """a - b, with broadcasting."""
     return a - b
 
@@ -94,8 +57,8 @@ def sub(a, b):
 sub.vjps(lambda g, y, a, b: g, lambda g, y, a, b: -g)
 
 
-@primitive
-def mul(a, b):
+@primitive(kind="elementwise", formula=notation.infix("*"))
+def mul(a, b) -> Any:
     """a * b, element by element, with broadcasting."""
     return a * b
 
@@ -103,8 +66,8 @@ def mul(a, b):
 mul.vjps(lambda g, y, a, b: g * b, lambda g, y, a, b: g * a)
 
 
-@primitive
-def div(a, b):
+@primitive(kind="elementwise", formula=notation.write_div)
+def div(a, b) -> Any:
     """a / b, with broadcasting."""
     return a / b
 
@@ -115,8 +78,8 @@ div.vjps(
 )
 
 
-@primitive
-def neg(x):
+@primitive(kind="elementwise", formula=notation.write_neg)
+def neg(x) -> np.ndarray:
     """-x."""
     return -x
 
@@ -124,8 +87,8 @@ def neg(x):
 neg.vjps(lambda g, y, x: -g)
 
 
-@primitive
-def scale(x, *, by):
+@primitive(kind="elementwise", formula=notation.write_scale)
+def scale(x, *, by) -> np.ndarray:
     """x * by, for a number `by` that is part of the formula rather than of the data (1 / sqrt(d_k), say)."""
     return x * by
 
@@ -133,8 +96,8 @@ def scale(x, *, by):
 scale.vjps(lambda g, y, x, by: g * by)
 
 
-@primitive
-def pow(a, b):
+@primitive(kind="elementwise", formula=notation.write_pow)
+def pow(a, b) -> Any:
     """a ** b, real. x ** 0 is 1 with derivative 0, also at x = 0; so is the derivative by b at a = 0.
 
     A negative base has no derivative by its exponent: nan, with NumPy's warning.
@@ -180,8 +143,8 @@ def quotient(g, d):
 # Functions of one number
 
 
-@primitive
-def exp(x):
+@primitive(kind="elementwise")
+def exp(x) -> np.ndarray:
     """e ** x."""
     return np.exp(x)
 
@@ -189,8 +152,8 @@ def exp(x):
 exp.vjps(lambda g, y, x: times(g, y))
 
 
-@primitive
-def log(x):
+@primitive(kind="elementwise")
+def log(x) -> np.ndarray:
     """The natural logarithm. log(0) is -inf and log of a negative number nan, both with NumPy's warning."""
     return np.log(x)
 
@@ -198,8 +161,8 @@ def log(x):
 log.vjps(lambda g, y, x: quotient(g, x))
 
 
-@primitive
-def sqrt(x):
+@primitive(kind="elementwise", formula=notation.write_sqrt)
+def sqrt(x) -> np.ndarray:
     """The square root. Its slope at 0 is infinite: see `norm` and `std` for a root of squares that may be 0."""
     return np.sqrt(x)
 
@@ -207,8 +170,8 @@ def sqrt(x):
 sqrt.vjps(lambda g, y, x: quotient(g, 2.0 * y))
 
 
-@primitive
-def erf(x):
+@primitive(kind="elementwise")
+def erf(x) -> np.ndarray:
     """The error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x; about 1e-15 in float64."""
     return reference.erf(floating(x))
 
@@ -223,8 +186,8 @@ def floating(x):
 erf.vjps(lambda g, y, x: g * (2.0 / math.sqrt(math.pi) * exp(-(clip(x, min=-40.0, max=40.0) ** 2))))
 
 
-@primitive
-def tanh(x):
+@primitive(kind="activation")
+def tanh(x) -> np.ndarray:
     """The hyperbolic tangent."""
     return np.tanh(x)
 
@@ -232,8 +195,8 @@ def tanh(x):
 tanh.vjps(lambda g, y, x: g * (1.0 - y * y))
 
 
-@primitive
-def sigmoid(x):
+@primitive(kind="activation")
+def sigmoid(x) -> np.ndarray:
     """1 / (1 + exp(-x)), without overflow on either side."""
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, e) / (1.0 + e)
@@ -242,8 +205,8 @@ def sigmoid(x):
 sigmoid.vjps(lambda g, y, x: g * (y * (1.0 - y)))
 
 
-@primitive
-def relu(x):
+@primitive(kind="activation", label="ReLU")
+def relu(x) -> np.ndarray:
     """max(x, 0). The derivative at 0 is taken as 0."""
     return np.maximum(x, 0)
 
@@ -251,8 +214,8 @@ def relu(x):
 relu.vjps(lambda g, y, x: where(x > 0, g, 0.0))
 
 
-@primitive
-def abs(x):
+@primitive(kind="elementwise", formula=notation.write_abs)
+def abs(x) -> np.ndarray:
     """|x|. The derivative at 0 is taken as 0."""
     return np.abs(x)
 
@@ -260,8 +223,8 @@ def abs(x):
 abs.vjps(lambda g, y, x: where(x > 0, g, where(x < 0, -g, 0.0)))
 
 
-@primitive
-def clip(x, *, min=None, max=None):
+@primitive(kind="elementwise")
+def clip(x, *, min=None, max=None) -> np.ndarray:
     """x, but at least `min` and at most `max` (numbers). The derivative at the limits themselves is 1."""
     return np.clip(x, min, max)
 
@@ -280,8 +243,8 @@ clip.vjps(clip_vjp)
 # Choosing
 
 
-@primitive
-def where(condition, a, b):
+@primitive(kind="choice", roles=("mask", "operand", "operand"))
+def where(condition, a, b) -> Any:
     """a where the boolean `condition` holds, else b; the side not chosen receives exactly 0."""
     return np.where(condition, a, b)
 
@@ -293,8 +256,8 @@ where.vjps(
 )
 
 
-@primitive
-def mask(scores, allow):
+@primitive(kind="mask", roles=("operand", "mask"), formula=notation.write_mask)
+def mask(scores, allow) -> Any:
     """`scores` where the boolean `allow` holds, -inf elsewhere: excluded exactly, however large the score was."""
     check_boolean(np.asarray(allow), "allow")  # comparing 0-d tensors gives a bool
     return np.where(allow, scores, -INFINITY)
@@ -303,8 +266,8 @@ def mask(scores, allow):
 mask.vjps(lambda g, y, scores, allow: where(allow, g, 0.0), None)
 
 
-@primitive
-def maximum(a, b):
+@primitive(kind="elementwise")
+def maximum(a, b) -> Any:
     """The larger of a and b, element by element. At a tie each side takes half of the gradient."""
     return np.maximum(a, b)
 
@@ -315,8 +278,8 @@ maximum.vjps(
 )
 
 
-@primitive
-def minimum(a, b):
+@primitive(kind="elementwise")
+def minimum(a, b) -> Any:
     """The smaller of a and b, element by element. At a tie each side takes half of the gradient."""
     return np.minimum(a, b)
 
@@ -349,8 +312,8 @@ def count(x, axis):
     return math.prod(n for n, k in zip(x.shape, kept(x, axis), strict=True) if k == 1)
 
 
-@primitive
-def sum(x, *, axis=None, keepdims=False):
+@primitive(kind="reduction", formula=notation.write_reduction)
+def sum(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The sum over `axis`. An empty sum is 0."""
     return np.sum(x, axis=axis, keepdims=keepdims)
 
@@ -358,8 +321,8 @@ def sum(x, *, axis=None, keepdims=False):
 sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(kept(x, axis)), shape=x.shape))
 
 
-@primitive
-def mean(x, *, axis=None, keepdims=False):
+@primitive(kind="reduction", formula=notation.write_reduction)
+def mean(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The mean over `axis`."""
     return np.mean(x, axis=axis, keepdims=keepdims)
 
@@ -367,8 +330,8 @@ def mean(x, *, axis=None, keepdims=False):
 mean.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(kept(x, axis)) / count(x, axis), shape=x.shape))
 
 
-@primitive
-def var(x, *, axis=None, ddof=0, keepdims=False):
+@primitive(kind="reduction", formula=notation.write_reduction)
+def var(x, *, axis=None, ddof=0, keepdims=False) -> np.ndarray:
     """The variance over `axis`: the squared distance from the mean, summed and divided by n - ddof."""
     return np.var(x, axis=axis, ddof=ddof, keepdims=keepdims)
 
@@ -382,14 +345,14 @@ def var_vjp(g, y, x, *, axis, ddof, keepdims):
 var.vjps(var_vjp)
 
 
-@primitive
-def max(x, *, axis=None, keepdims=False):
+@primitive(kind="reduction", formula=notation.write_reduction)
+def max(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The largest element over `axis`. Elements that tie share the gradient evenly."""
     return np.max(x, axis=axis, keepdims=keepdims)
 
 
-@primitive
-def min(x, *, axis=None, keepdims=False):
+@primitive(kind="reduction", formula=notation.write_reduction)
+def min(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The smallest element over `axis`. Elements that tie share the gradient evenly."""
     return np.min(x, axis=axis, keepdims=keepdims)
 
@@ -409,8 +372,8 @@ min.vjps(extremum_vjp)
 # Shape
 
 
-@primitive
-def reshape(x, *, shape):
+@primitive(kind="movement", formula=notation.hidden)
+def reshape(x, *, shape) -> np.ndarray:
     """The same elements in row-major order under another shape; one length may be -1."""
     return np.reshape(x, shape)
 
@@ -418,8 +381,8 @@ def reshape(x, *, shape):
 reshape.vjps(lambda g, y, x, shape: g.reshape(x.shape))
 
 
-@primitive
-def transpose(x, *, axes=None):
+@primitive(kind="movement", formula=notation.write_transpose)
+def transpose(x, *, axes=None) -> np.ndarray:
     """The axes in the order `axes`, or reversed."""
     return x.transpose(axes)
 
@@ -436,8 +399,8 @@ def transpose_vjp(g, y, x, *, axes):
 transpose.vjps(transpose_vjp)
 
 
-@primitive
-def broadcast_to(x, *, shape):
+@primitive(kind="movement", formula=notation.hidden)
+def broadcast_to(x, *, shape) -> np.ndarray:
     """`x` repeated to `shape` by NumPy's rules."""
     return np.broadcast_to(x, shape)
 
@@ -445,8 +408,8 @@ def broadcast_to(x, *, shape):
 broadcast_to.vjps(lambda g, y, x, shape: g)
 
 
-@primitive
-def cast(x, *, dtype):
+@primitive(kind="movement", formula=notation.write_cast)
+def cast(x, *, dtype) -> np.ndarray:
     """`x` in another floating dtype; the gradient returns in the dtype of `x`."""
     return x.astype(dtype)
 
@@ -463,8 +426,8 @@ def list_of_arrays(inputs, keywords):
     )
 
 
-@primitive(arrange=list_of_arrays)
-def concat(*xs, axis=0):
+@primitive(kind="join", formula=notation.write_concat, arrange=list_of_arrays)
+def concat(*xs, axis=0) -> Any:
     """The arrays one after the other along an existing `axis`."""
     return np.concatenate(xs, axis=operator.index(axis))  # None would flatten, and no rule would know
 
@@ -481,8 +444,8 @@ def along(axis, index):
     return (slice(None),) * axis + (index,)
 
 
-@primitive(arrange=list_of_arrays)
-def stack(*xs, axis=0):
+@primitive(kind="join", formula=notation.function, arrange=list_of_arrays)
+def stack(*xs, axis=0) -> Any:
     """Arrays of one shape side by side along a new `axis`."""
     return np.stack(xs, axis=axis)
 
@@ -507,8 +470,8 @@ def frozen_index(inputs, keywords):
     return inputs, {**keywords, "index": tuple(map(freeze, index)) if isinstance(index, tuple) else freeze(index)}
 
 
-@primitive(arrange=frozen_index)
-def getitem(x, *, index):
+@primitive(kind="index", formula=notation.write_getitem, arrange=frozen_index)
+def getitem(x, *, index) -> np.ndarray:
     """x[index]: integers, slices, None, ..., boolean masks and integer arrays, as in NumPy."""
     return x[index]
 
@@ -516,8 +479,8 @@ def getitem(x, *, index):
 getitem.vjps(lambda g, y, x, index: scatter_add(g, index=index, shape=x.shape))
 
 
-@primitive
-def scatter_add(values, *, index, shape):
+@primitive(kind="scatter", formula=notation.write_scatter)
+def scatter_add(values, *, index, shape) -> np.ndarray:
     """An array of zeros of `shape` to which `values` were added at `index`; places that repeat add up."""
     out = np.zeros(shape, dtype=values.dtype)
     if is_basic(index):
@@ -554,8 +517,8 @@ def ids_last(inputs, keywords):
     return inputs, keywords
 
 
-@primitive(arrange=ids_last)
-def take(weight, ids):
+@primitive(kind="lookup", roles=("weight", "ids"), formula=notation.write_take, arrange=ids_last)
+def take(weight, ids) -> Any:
     """Rows of a table, weight[ids]: an embedding. weight (V, ...), integer ids of any shape -> ids.shape + (...)."""
     check_ids(ids, len(weight), "ids")
     return weight[ids]
@@ -568,8 +531,8 @@ take.vjps(lambda g, y, weight, ids: scatter_add(g, index=ids, shape=weight.shape
 # Products
 
 
-@primitive
-def matmul(a, b):
+@primitive(kind="product", roles=("data", "data"), label="Linear", formula=notation.write_matmul)
+def matmul(a, b) -> Any:
     """(..., n, k) @ (..., k, m) -> (..., n, m). The `@` of tensors takes vectors too, as NumPy does."""
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"expected two or more axes on both sides, got {a.ndim} and {b.ndim}; use a @ b")
@@ -587,8 +550,8 @@ def product(a, b):
     return a.dot(b) if a.__class__ is np.ndarray is b.__class__ and a.ndim == b.ndim == 2 else a @ b
 
 
-@primitive
-def linear(x, weight, bias=None):
+@primitive(kind="product", roles=("data", "weight", "bias"), label="Linear", formula=notation.write_linear)
+def linear(x, weight, bias=None) -> Any:
     """x @ weight + bias: x (..., n), weight (n, m), bias (m,) -> (..., m)."""
     if np.ndim(x) < 1 or np.ndim(weight) != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError("expected x (..., n) and weight (n, m), stored (in, out)")
@@ -621,8 +584,8 @@ def string_first(inputs, keywords):
     return inputs, keywords
 
 
-@primitive(arrange=string_first)
-def einsum(*xs, subscripts):
+@primitive(kind="product", roles=("data",), formula=notation.write_einsum, arrange=string_first)
+def einsum(*xs, subscripts) -> Any:
     """Sums of products by index letters: einsum("bqd,bkd->bqk", q, k)."""
     terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     return np.einsum(",".join(terms) + "->" + out, *xs)

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import builtins
 import math
+from typing import Any
 
 import numpy as np
 
+from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_ids
 from tinygrad_mha.ops.elementary import INFINITY, clip, erf, exp, floating, ids_last, mean, sqrt, sum, tanh, where
 from tinygrad_mha.primitives import primitive
 
-__all__ = [
-    "cross_entropy",
-    "gelu",
-    "layer_norm",
-    "log_softmax",
-    "rms_norm",
-    "softmax",
-]
+__all__ = ["cross_entropy", "gelu", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # Softmax and losses
 
 
-@primitive
-def softmax(x, *, axis=-1):
+@primitive(kind="distribution", formula=notation.function, sentence=notation.say_softmax)
+def softmax(x, *, axis=-1) -> np.ndarray:
     """exp(x) / sum(exp(x)) along `axis`. Rows that are all -inf (nothing allowed) give zeros, and zero gradients."""
     _, e, total = shifted_exp(x, axis)
     e /= total
@@ -55,8 +50,8 @@ LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in FLOATS}
 ONE = {np.dtype(kind): np.ones((), kind) for kind in FLOATS}
 
 
-@primitive
-def log_softmax(x, *, axis=-1):
+@primitive(kind="normalization", label="log softmax", formula=notation.function, sentence=notation.say_softmax)
+def log_softmax(x, *, axis=-1) -> np.ndarray:
     """x - log(sum(exp(x))) along `axis`. Rows that are all -inf stay -inf."""
     shifted, _, total = shifted_exp(x, axis)
     return shifted - np.log(total)
@@ -65,8 +60,15 @@ def log_softmax(x, *, axis=-1):
 log_softmax.vjps(lambda g, y, x, axis: g - exp(y) * g.sum(axis=axis, keepdims=True))
 
 
-@primitive(arrange=ids_last)
-def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
+@primitive(
+    kind="loss",
+    roles=("data", "targets"),
+    label="cross entropy",
+    formula=notation.function,
+    sentence=notation.say_cross_entropy,
+    arrange=ids_last,
+)
+def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Any:
     """-log(softmax(logits)[target]): logits (..., C), integer targets (...); classes on the last axis.
 
     Targets equal to `ignore_index` count nowhere; the mean over no targets is 0. With `label_smoothing` e, the target
@@ -134,8 +136,8 @@ def only_counted(logits, valid):
 # Normalization, over the last axis
 
 
-@primitive
-def layer_norm(x, weight=None, bias=None, *, eps=1e-5):
+@primitive(kind="normalization", roles=("data", "weight", "bias"), label="LayerNorm", formula=notation.write_norm)
+def layer_norm(x, weight=None, bias=None, *, eps=1e-5) -> Any:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (arXiv:1607.06450). The variance is that of the
     whole row (ddof 0), from centred values, so that large rows with a small spread keep their digits."""
     centred = x - np.mean(x, axis=-1, keepdims=True)
@@ -160,8 +162,8 @@ def layer_norm_from_primitives(x, weight=None, bias=None, *, eps=1e-5):
     return affine(centred / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps), weight, bias)
 
 
-@primitive
-def rms_norm(x, weight=None, *, eps=1e-5):
+@primitive(kind="normalization", roles=("data", "weight"), label="RMSNorm", formula=notation.write_norm)
+def rms_norm(x, weight=None, *, eps=1e-5) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
     inverse = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
     unit = x * inverse
@@ -188,8 +190,8 @@ def affine(x, weight, bias):
 
 # --------------------------------------------------------------------------------------------------------------------
 # GELU
-@primitive
-def gelu(x, *, tanh=False):
+@primitive(kind="activation", label="GELU", formula=notation.function)
+def gelu(x, *, tanh=False) -> Any:
     """x * Phi(x), Phi the normal distribution function (arXiv:1606.08415).
 
     Exactly through erf, or with `tanh=True` by the formula that GPT-2 was trained with:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_boolean
 from tinygrad_mha.ops.elementary import INFINITY, add, mask, matmul, mul, where
 from tinygrad_mha.ops.elementary import scale as multiply_by
@@ -13,8 +16,10 @@ from tinygrad_mha.primitives import primitive
 __all__ = ["attention", "only_seen"]
 
 
-@primitive
-def attention(q, k, v, allow=None, bias=None, keep=None, *, scale=None):
+@primitive(
+    kind="attention", roles=("data", "data", "data", "mask", "operand", "operand"), formula=notation.write_attention
+)
+def attention(q, k, v, allow=None, bias=None, keep=None, *, scale=None) -> Any:
     """softmax(q k^T * scale + bias, only where `allow`) v (arXiv:1706.03762, equation 1), in one node.
 
     q (..., T_q, d_k), k (..., T_k, d_k), v (..., T_k, d_v) -> (..., T_q, d_v). `allow` is boolean, `bias` is added to

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.notation import write_number, write_shape
 from tinygrad_mha.viz.diagram import formulas as formula
 from tinygrad_mha.viz.diagram.fold import PRODUCTS, Draft, can_be_a_table, is_weights
 from tinygrad_mha.viz.diagram.labels import heading, place_title
@@ -43,7 +44,7 @@ def value_node(draft: Draft, titles: dict[Value, str], value: Value, id: str) ->
     if draft.is_plus(value):
         return Node(id, "plus", "+", cluster=cluster, tooltip=hint)
     named = value.name or value.op is None or not draft.options.separate
-    node = Node(id, kind, heading(draft, titles, value) if named else "", formula.shape(value.array.shape))
+    node = Node(id, kind, heading(draft, titles, value) if named else "", write_shape(value.array.shape))
     node.lines = lines_under(draft, titles, value, node.title)
     if value in draft.numbers:
         node.value = Table(panels(value.array), palette(value, kind))
@@ -78,7 +79,7 @@ def lines_under(draft: Draft, titles: dict[Value, str], value: Value, title: str
 
 def place_node(draft: Draft, place: Place, id: str) -> Node:
     leaving = draft.leaving(place)
-    results = dict.fromkeys(formula.shape(v.array.shape) for v in leaving)
+    results = dict.fromkeys(write_shape(v.array.shape) for v in leaving)
     own = [v for v in place.values if v.op] or [v for child in place.children for v in child.values]
     is_attention = any(v.op and (v.op.name == "attention" or draft.kinds[v] == "attention") for v in own)
     kind: Kind = "output" if any(v in draft.roots for v in leaving) else "attention" if is_attention else "op"
@@ -133,7 +134,7 @@ def gradient(draft: Draft, value: Value) -> Table | str | None:
     if value.gradient is not None:
         if can_be_a_table(value.array):
             return Table(panels(value.gradient), "gradient", second=value in draft.numbers)
-        return f"gradient ±{formula.number(largest(value.gradient))}"
+        return f"gradient ±{write_number(largest(value.gradient))}"
     if not draft.gradients_flow:
         return None
     if value.wants:
@@ -267,7 +268,7 @@ def not_finite(value: Value) -> str:
 def tooltip(value: Value, title: str) -> str:
     """What a reader sees who rests the pointer on a box."""
     array = value.array
-    told = [f"{title}, {formula.shape(array.shape)}, {array.dtype}"]
+    told = [f"{title}, {write_shape(array.shape)}, {array.dtype}"]
     if array.dtype.kind == "f" and array.size and np.isfinite(array).all():
         told.append(f"min {array.min():.4g}, mean {array.mean():.4g}, max {array.max():.4g}")
     if value.gradient is not None:

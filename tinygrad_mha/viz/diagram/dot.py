@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.viz.diagram.formulas import number, shortened
+from tinygrad_mha.notation import write_number
+from tinygrad_mha.viz.diagram.formulas import shortened
 from tinygrad_mha.viz.diagram.heat import heat_table, legend_bar, scale, shows_numbers
 from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Node, Picture, Table
 
@@ -168,7 +169,7 @@ def extent(t: Table) -> str:
 
 
 def colour_range(t: Table) -> str:
-    return "0…1" if t.palette == "attention" else f"±{number(float(f'{scale(t.data):.2g}'))}"
+    return "0…1" if t.palette == "attention" else f"±{write_number(float(f'{scale(t.data):.2g}'))}"
 
 
 def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:

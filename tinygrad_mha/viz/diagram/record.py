@@ -14,6 +14,7 @@ import numpy as np
 
 from tinygrad_mha import engine
 from tinygrad_mha.engine import STATE, State
+from tinygrad_mha.notation import is_range
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
 
@@ -113,11 +114,6 @@ def is_data(op: Primitive, i: int, array: Any) -> bool:
     if op.name == "attention":
         return i < 3
     return op.name in DATA_ARGUMENTS and not (op.name == "take" and is_range(array))
-
-
-def is_range(array: np.ndarray) -> bool:
-    """Whether integers count up by one: positions."""
-    return array.dtype.kind in "iu" and array.ndim == 1 and array.size > 1 and bool(np.all(np.diff(array) == 1))
 
 
 def data_name(op: Primitive, i: int) -> str | None:

@@ -1,0 +1,329 @@
+"""How operations are written: `Q_1 @ K_1ᵀ / √7`, `softmax over each row`. Plain text, no tensors.
+
+A *writer* turns a `Call` into a `Formula`. Every primitive names its writer where it is defined; one without is written
+as a call, `name(x, option=1)`. A formula has a level, as an expression in a grammar, so brackets appear only where they
+are needed.
+
+Example:
+    >>> a, b = Formula("a"), Formula("b")
+    >>> total = infix("+", SUM, associative=True)(Call("add", (a, b)))
+    >>> infix("*")(Call("mul", (total, b))).text
+    '(a + b) * b'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["ATOM", "POWER", "PRODUCT", "SIGN", "SUM", "Call", "Formula", "Writer", "function", "hidden", "infix"]
+__all__ += ["is_causal", "is_range", "write_constant", "write_number", "write_shape"]
+
+SUM, PRODUCT, SIGN, POWER, ATOM = range(5)
+
+
+class Formula(NamedTuple):
+    """A piece of text that can be part of a larger formula.
+
+    Attributes:
+        text: the formula itself.
+        level: what its outermost operation is: SUM, PRODUCT, SIGN, POWER or ATOM (a name, a number, a call).
+        remarks: words that describe the whole formula and are shown in front of it: "scaled", "causal mask".
+        kind: the kind of the primitive that computed it; "" for leaves and constants.
+        factors: the operands of a matrix product.
+    """
+
+    text: str
+    level: int = ATOM
+    remarks: tuple[str, ...] = ()
+    kind: str = ""
+    factors: tuple[Formula, Formula] | None = None
+
+    def within(self, level: int) -> str:
+        """The text as an operand of an operation of `level`, in brackets if it needs them."""
+        return self.text if self.level >= level else f"({self.text})"
+
+
+MISSING = Formula("·")
+
+
+class Call(NamedTuple):
+    """One application of a primitive, as its writer sees it.
+
+    Attributes:
+        label: the name of the primitive in formulas.
+        operands: the formula of each array argument, None for one that was left out.
+        constants: the number or array of each argument that is a constant, None for the others.
+        shapes: the shape of each array argument.
+        keywords: the keywords that differ from their defaults, and those without a default.
+        shape: the shape of the result.
+    """
+
+    label: str
+    operands: tuple[Formula | None, ...]
+    constants: tuple[Any, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    keywords: Mapping[str, Any] = {}
+    shape: tuple[int, ...] = ()
+
+    @property
+    def x(self) -> Formula:
+        """The first operand."""
+        return self.operand(0)
+
+    def operand(self, i: int) -> Formula:
+        """Operand `i`, or a dot if it was left out."""
+        return self.operands[i] or MISSING
+
+    @property
+    def given(self) -> list[str]:
+        """The texts of the operands that were not left out."""
+        return [operand.text for operand in self.operands if operand]
+
+
+Writer = Callable[[Call], Formula]
+
+# --------------------------------------------------------------------------------------------------------------------
+# Constants
+
+
+def write_number(x: float) -> str:
+    """At most four significant digits, with a real minus sign."""
+    return f"{x:.4g}".replace("-", "−").replace("inf", "∞")
+
+
+def write_shape(lengths: tuple[int, ...]) -> str:
+    """3×5, or "scalar"."""
+    return "×".join(map(str, lengths)) if lengths else "scalar"
+
+
+def write_constant(x: Any) -> Formula:
+    """A number by its digits, an array by its shape, consecutive integers as a range, a mask as such."""
+    if np.ndim(x) == 0:
+        return Formula(write_number(float(x)), ATOM if float(x) >= 0 else SIGN)
+    if is_range(x):
+        return Formula(f"{x[0]}…{x[-1]}")
+    if x.dtype.kind == "b":
+        return Formula("causal mask" if is_causal(x) else f"mask {write_shape(x.shape)}")
+    return Formula(f"constant {write_shape(x.shape)}")
+
+
+def is_range(x: np.ndarray) -> bool:
+    """Whether a vector holds consecutive integers, as token positions do."""
+    return x.dtype.kind in "iu" and x.ndim == 1 and x.size > 1 and bool(np.all(np.diff(x) == 1))
+
+
+def is_causal(allow: Any) -> bool:
+    """Whether a mask lets each query attend to the keys up to its own position, counted from the end."""
+    if not isinstance(allow, np.ndarray) or allow.ndim < 2 or allow.shape[-1] < 2:
+        return False
+    n, m = allow.shape[-2:]
+    return m >= n and bool(np.all(allow == np.tri(n, m, m - n, dtype=bool)))
+
+
+def mask_remark(allow: Any) -> str:
+    return "causal mask" if is_causal(allow) else "masked"
+
+
+def radicand(x: float) -> int | None:
+    """n if `x` is the square root of the integer n, else None."""
+    n = round(x * x)
+    return n if 1 < n < 10**6 and abs(n**0.5 - x) < 1e-9 * x else None
+
+
+def divide(x: Formula, by: float) -> Formula | None:
+    """x / √7 or x / 7 if `by` is one of the two, else None. Of scores a root is preferred: √16 says more than 4."""
+    n, whole = radicand(by) if by > 0 else None, by == round(by) and 1 < by < 10**6
+    is_product = x.kind == "product"
+    if n is not None and (is_product or not whole):
+        return Formula(f"{x.within(PRODUCT)} / √{n}", PRODUCT, ("scaled",) if is_product else ())
+    return Formula(f"{x.within(PRODUCT)} / {round(by)}", PRODUCT) if whole else None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writers for new primitives too
+
+
+def infix(sign: str, level: int = PRODUCT, associative: bool = False) -> Writer:
+    """A writer of `a sign b` at `level`. Unless `associative`, a right operand of the same level is in brackets."""
+
+    def write(c: Call) -> Formula:
+        right = level if associative else level + 1
+        return Formula(f"{c.x.within(level)} {sign} {c.operand(1).within(right)}", level)
+
+    return write
+
+
+def function(c: Call) -> Formula:
+    """Write label(operands), without options."""
+    return Formula(f"{c.label}({', '.join(c.given)})")
+
+
+def hidden(c: Call) -> Formula:
+    """Write the operand alone: only its shape changes, and every box shows the shape."""
+    return c.x
+
+
+def write_call(c: Call) -> Formula:
+    """Write label(operands, options). This is the writer of a primitive that names no other."""
+    options = [
+        f"{k}={write_shape(v) if isinstance(v, tuple) and k == 'shape' else v}"
+        for k, v in c.keywords.items()
+        if isinstance(v, (int, float, str, tuple))
+    ]
+    return Formula(f"{c.label}({', '.join(c.given + options)})")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writers and sentences of the primitives
+
+
+def write_div(c: Call) -> Formula:
+    by = c.constants[1]
+    exact = divide(c.x, float(by)) if isinstance(by, (int, float)) else None
+    return exact or infix("/")(c)
+
+
+def write_scale(c: Call) -> Formula:
+    by = c.keywords["by"]
+    if by == -1:
+        return write_neg(c)
+    exact = divide(c.x, 1 / by) if by else None
+    factor = f"√{radicand(by)}" if by > 0 and radicand(by) and by != round(by) else write_number(by)
+    return exact or Formula(f"{factor} · {c.x.within(SIGN)}", PRODUCT)
+
+
+def write_neg(c: Call) -> Formula:
+    return Formula(f"−{c.x.within(SIGN)}", SIGN)
+
+
+def write_pow(c: Call) -> Formula:
+    exponent = c.operand(1)
+    if exponent.text == "1":
+        return c.x
+    raised = {"2": "²", "3": "³"}.get(exponent.text)
+    return Formula(c.x.within(ATOM) + (raised or f" ** {exponent.within(ATOM)}"), POWER)
+
+
+def write_sqrt(c: Call) -> Formula:
+    return Formula(f"√{c.x.within(ATOM)}", SIGN)
+
+
+def write_abs(c: Call) -> Formula:
+    return Formula(f"|{c.x.text}|")
+
+
+def write_transpose(c: Call) -> Formula:
+    """ᵀ where the last two axes are exchanged. Other orders are visible in the shape only."""
+    axes, n = c.keywords.get("axes"), len(c.shape)
+    swapped = (*range(n - 2), n - 1, n - 2)
+    is_matrix_transpose = n > 1 and (axes == swapped or (axes is None and n == 2))
+    return transpose(c.x) if is_matrix_transpose else c.x
+
+
+def transpose(x: Formula) -> Formula:
+    """(A @ B)ᵀ is Bᵀ @ Aᵀ, and Aᵀᵀ is A."""
+    if x.factors is not None:
+        return multiply(transpose(x.factors[1]), transpose(x.factors[0]))
+    if x.level == POWER and x.text.endswith("ᵀ"):
+        return Formula(x.text[:-1])
+    return Formula(f"{x.within(ATOM)}ᵀ", POWER, x.remarks)
+
+
+def multiply(a: Formula, b: Formula) -> Formula:
+    """The matrix product a @ b."""
+    return Formula(f"{a.within(PRODUCT)} @ {b.within(SIGN)}", PRODUCT, factors=(a, b))
+
+
+def write_matmul(c: Call) -> Formula:
+    return multiply(c.x, c.operand(1))
+
+
+def write_linear(c: Call) -> Formula:
+    product = multiply(c.x, c.operand(1))._replace(factors=None)
+    bias = c.operands[2]
+    return Formula(f"{product.text} + {bias.text}", SUM) if bias else product
+
+
+def write_einsum(c: Call) -> Formula:
+    return Formula(f"einsum({c.keywords['subscripts']}; {', '.join(c.given)})")
+
+
+def write_cast(c: Call) -> Formula:
+    return Formula(f"{c.x.text} as {np.dtype(c.keywords['dtype'])}", SUM)
+
+
+def write_mask(c: Call) -> Formula:
+    return c.x._replace(remarks=(mask_remark(c.constants[1]),))
+
+
+def write_concat(c: Call) -> Formula:
+    """[a | b] along the last axis, [a ; b] along others."""
+    parts = c.given if len(c.given) <= 4 else [*c.given[:2], "…", c.given[-1]]
+    return Formula(f"[{(' | ' if c.keywords.get('axis') in (-1, len(c.shape) - 1) else ' ; ').join(parts)}]")
+
+
+def write_reduction(c: Call) -> Formula:
+    """sum(x) of everything, row sum(x) over the last axis, else sum(x, axis=0)."""
+    axis, n = c.keywords.get("axis"), len(c.shapes[0])
+    axes = tuple(range(n)) if axis is None else tuple(i % n for i in np.atleast_1d(axis).tolist())
+    if len(axes) == n:
+        return Formula(f"{c.label}({c.x.text})")
+    if axes == (n - 1,):
+        return Formula(f"row {c.label}({c.x.text})")
+    return Formula(f"{c.label}({c.x.text}, axis={axes[0] if len(axes) == 1 else axes})")
+
+
+def write_getitem(c: Call) -> Formula:
+    index = c.keywords["index"]
+    parts = index if isinstance(index, tuple) else (index,)
+    return Formula(f"{c.x.within(ATOM)}[{', '.join(map(write_index, parts))}]")
+
+
+def write_index(part: Any) -> str:
+    """One part of an index: a number, a slice, or … for an array."""
+    if isinstance(part, slice):
+        bounds = ["" if bound is None else str(bound) for bound in (part.start, part.stop, part.step)]
+        return ":".join(bounds[:2] if part.step is None else bounds)
+    return str(part) if part is None or isinstance(part, (int, np.integer)) else "…"
+
+
+def write_scatter(c: Call) -> Formula:
+    """The gradient of an index: zeros, with the values at their indices."""
+    return Formula(f"{c.x.text} in its place")
+
+
+def write_take(c: Call) -> Formula:
+    return Formula(f"{c.x.within(ATOM)}[{c.operand(1).text}]")
+
+
+def write_norm(c: Call) -> Formula:
+    """LayerNorm(x) * weight + bias."""
+    weight, bias = (*c.operands[1:], None, None)[:2]
+    text = f"{c.label}({c.x.text})" + (f" * {weight.within(PRODUCT)}" if weight else "")
+    return Formula(text + f" + {bias.text}", SUM) if bias else Formula(text, PRODUCT if weight else ATOM)
+
+
+def write_attention(c: Call) -> Formula:
+    """softmax(q @ kᵀ / √d_k + bias) @ v; the mask is a remark."""
+    q, k, v, allow, bias = c.operands[:5]
+    scale = c.keywords.get("scale") or c.shapes[0][-1] ** -0.5
+    scores = multiply(q or MISSING, transpose(k or MISSING))._replace(kind="product")
+    scores = divide(scores, 1 / scale) or Formula(f"{write_number(scale)} · {scores.text}", PRODUCT)
+    inner = f"{scores.text} + {bias.text}" if bias else scores.text
+    remarks = ("attention", mask_remark(c.constants[3])) if allow else ("attention",)
+    return Formula(f"softmax({inner}) @ {(v or MISSING).within(SIGN)}", PRODUCT, remarks)
+
+
+def say_softmax(c: Call) -> str:
+    """softmax over each row, causal mask."""
+    axis = c.keywords.get("axis", -1)
+    where = "each row" if axis in (-1, len(c.shape) - 1) else f"axis {axis}"
+    return ", ".join([f"{c.label} over {where}", *c.x.remarks])
+
+
+def say_cross_entropy(c: Call) -> str:
+    """cross entropy, and the reduction if it is not the mean."""
+    return ", ".join([c.label, *filter(None, [c.keywords.get("reduction")])])
