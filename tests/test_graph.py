@@ -10,6 +10,7 @@ import weakref
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -34,7 +35,7 @@ def two_heads(seed=0, heads=2, causal=True):
     X = tg.Tensor(rng.normal(size=(3, 5)), requires_grad=True, name="X")
     H = []
     for i in range(1, heads + 1):
-        with engine.scope(f"head {i}"):
+        with engine.scope(SimpleNamespace(name=f"head {i}", is_attention=True)):
             Q = (X @ parameter(5, 7, f"W_Q{i}")).named(f"Q_{i}")
             K = (X @ parameter(5, 7, f"W_K{i}")).named(f"K_{i}")
             V = (X @ parameter(5, 11, f"W_V{i}")).named(f"V_{i}")
@@ -174,12 +175,21 @@ def test_input_parameter_attention_and_output_are_told_in_words_too():
         assert shown[title].lines[0].startswith(word)
 
 
-def test_a_softmax_is_attention_only_where_a_product_consumes_it():
+def test_a_softmax_is_attention_only_where_a_module_or_primitive_says_so():
     x = tg.Tensor(np.ones((3, 3)), requires_grad=True, name="x")
-    weights, plain = ops.softmax(x).named("S"), ops.softmax(x).named("P")
-    shown = boxes(tg.graph([weights @ x, plain + 1]))
-    assert shown["S"].kind == "attention"
-    assert shown["P"].kind == "op"
+    plain = boxes(tg.graph(ops.softmax(x).named("S") @ x))["S"]
+    assert (plain.kind, plain.value.palette) == ("op", "value")
+
+    class Mixer(nn.Module):
+        is_attention = True
+
+        def forward(self, x):
+            return ops.softmax(x).named("S") @ x
+
+    marked = boxes(tg.graph(Mixer()(x)))["S"]
+    assert (marked.kind, marked.value.palette) == ("attention", "attention")
+    fused = boxes(tg.graph(ops.attention(x, x, x), expand="attention"))["weights"]
+    assert (fused.kind, fused.value.palette) == ("attention", "attention")
 
 
 def test_slices_of_a_parameter_are_drawn_as_the_matrices_of_the_heads():
@@ -194,7 +204,7 @@ def test_unnamed_tensors_are_called_by_what_made_them_and_numbered():
     x = tg.Tensor(np.ones((3, 5)), requires_grad=True)
     w = tg.Tensor(np.ones((5, 5)), requires_grad=True)
     y = ((x @ w).relu() @ w).relu()
-    assert titles(tg.graph(y)) == ["input", "parameter", "matmul_1", "relu", "matmul_2", "output"]
+    assert titles(tg.graph(y)) == ["input", "weight", "matmul_1", "relu", "matmul_2", "output"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -292,23 +302,50 @@ def test_minus_infinity_is_no_fault_where_a_mask_put_it():
 
 
 def test_zero_is_light_grey_and_the_extremes_have_the_colours_of_the_palette():
-    assert heat.shade(0.0, 2.0, "value")[0] == "#eef0f2"
-    assert heat.shade(-2.0, 2.0, "value") == ("#2166ac", "#ffffff")
-    assert heat.shade(2.0, 2.0, "value")[0] == "#d6601e"
-    assert heat.shade(1.0, 0.1, "attention")[0] == "#54278f"  # a fixed scale, whatever the largest weight
-    assert heat.shade(0.0, 0.0, "gradient")[0] == "#eef0f2"
+    assert heat.colour_of(0.0, 2.0, "value")[0] == "#eef0f2"
+    assert heat.colour_of(-2.0, 2.0, "value") == ("#2166ac", "#ffffff")
+    assert heat.colour_of(2.0, 2.0, "value")[0] == "#d6601e"
+    assert heat.colour_of(1.0, 0.1, "attention")[0] == "#54278f"  # a fixed scale, whatever the largest weight
+    assert heat.colour_of(0.0, 0.0, "gradient")[0] == "#eef0f2"
 
 
-def test_numbers_are_written_with_two_decimals_and_a_real_minus():
-    assert [heat.written(x) for x in (0.0, -1.234, 0.001, -0.001, 12345.0, 3, True)] == [
-        "0.00",
-        "−1.23",
-        "0.00",
-        "−0.00",
-        "1e4",
-        "3",
-        "1",
-    ]
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (1.0, "1.00"),
+        (-1.234, "−1.23"),
+        (0.125, "0.12"),
+        (0.042, "0.042"),
+        (0.0042, "0.0042"),
+        (-0.004, "−0.0040"),
+        (0.00042, "4.2e−4"),
+        (99.96, "100"),
+        (1234.5, "1234"),
+        (123456.0, "1.2e5"),
+        (3, "3"),
+        (-7, "−7"),
+        (True, "1"),
+    ],
+)
+def test_numbers_keep_two_or_three_significant_digits(number, text):
+    assert heat.write_value(number) == text
+
+
+@given(st.floats(1e-300, 1e300))
+def test_a_written_number_is_within_five_percent(number):
+    assert float(heat.write_value(number).replace("−", "-")) == pytest.approx(number, rel=0.05)
+
+
+def test_small_and_large_matrices_have_a_common_factor():
+    for scale, factor, corner in ((4.2e-4, "×10⁻⁶", "420"), (1234.5, "×10³", "1.23"), (0.42, "", "0.42")):
+        graph = tg.graph(tg.Tensor([[scale, -scale / 7], [0.0, scale / 100]], name="x", dtype=np.float64))
+        assert f">{corner}</FONT>" in graph.dot
+        assert ">0</FONT>" in graph.dot
+        assert re.findall(r"×10[^<]*", graph.dot) == [factor] * bool(factor)
+    for extreme in (5e-324, 1.7e308):
+        assert tg.graph(tg.Tensor([[extreme, 0.0]], dtype=np.float64)).dot
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -552,7 +589,7 @@ def test_a_translator_is_drawn_with_both_of_its_sides():
 
 
 def test_a_pattern_that_means_nothing_is_refused_with_what_there_is():
-    with pytest.raises(ValueError, match=r"'h\.9' means nothing.*h\.0.*attention"):
+    with pytest.raises(ValueError, match=r"'h\.9' matches nothing.*h\.0.*attention"):
         tg.graph(gpt()(IDS), expand="h.9")
 
 
@@ -579,7 +616,7 @@ def test_an_option_out_of_range_is_refused(options, error):
 
 def test_too_many_boxes_are_refused_with_the_depth_that_fits():
     logits = gpt(n_layer=5)(IDS)
-    with pytest.raises(GraphTooLargeError, match=r"depth=\d would fit") as caught:
+    with pytest.raises(GraphTooLargeError, match=r"depth=\d fits") as caught:
         tg.graph(logits, fold=False, max_nodes=30)
     fitting = int(re.search(r"depth=(\d)", str(caught.value))[1])
     assert len(tg.graph(logits, fold=False, max_nodes=30, depth=fitting).picture.nodes) <= 30
@@ -591,7 +628,7 @@ def test_a_long_chain_is_refused_before_it_is_built():
     y = x = tg.Tensor([1.0], requires_grad=True)
     for _ in range(20_000):
         y = y * x
-    with pytest.raises(GraphTooLargeError, match="no module is there that could be closed"):
+    with pytest.raises(GraphTooLargeError, match="no module can be closed"):
         tg.graph(y)
 
 
@@ -605,7 +642,7 @@ def test_a_long_run_inside_of_a_module_is_refused_with_a_depth():
 
     module = Long()
     y = module(tg.Tensor([1.0], requires_grad=True))
-    with pytest.raises(GraphTooLargeError, match="depth=0 would fit"):
+    with pytest.raises(GraphTooLargeError, match="depth=0 fits"):
         tg.graph(y)
     assert len(tg.graph(y, depth=0).picture.nodes) == 2
 
@@ -633,7 +670,7 @@ def test_the_backward_is_drawn_beside_the_forward_with_the_gradients_of_the_engi
     [
         ("∂L/∂V_1", "S_1ᵀ @ ∂L/∂H_1"),
         ("∂L/∂S_1", "∂L/∂H_1 @ V_1ᵀ"),
-        ("∂L/∂scores_1", "where(causal mask, S_1 * (∂L/∂S_1 − row sum(∂L/∂S_1 * S_1)), 0)"),
+        ("∂L/∂scores_1", "S_1 * (∂L/∂S_1 − row sum(∂L/∂S_1 * S_1)) where allowed"),
         ("∂L/∂Q_1", "∂L/∂scores_1 / √7 @ K_1"),
         ("∂L/∂K_1", "(∂L/∂scores_1 / √7)ᵀ @ Q_1"),
         ("∂L/∂W_Q1", "Xᵀ @ ∂L/∂Q_1"),
@@ -752,14 +789,14 @@ ODD_NAMES += ["</TABLE>", "&#27;&lt;", "\\N", "\\G", "a]]>b", "<!-- x -->", "%3"
 
 @given(st.one_of(st.sampled_from(ODD_NAMES), st.text(min_size=1)))
 def test_any_text_survives_the_label_of_a_box(text):
-    label = ElementTree.fromstring(f"<TD>{dot.escaped(text).replace('<BR/>', '&#10;')}</TD>").text
+    label = ElementTree.fromstring(f"<TD>{dot.escape(text).replace('<BR/>', '&#10;')}</TD>").text
     lines = dot.fit(text).replace("\r\n", "\n").replace("\r", "\n").replace("\t", " ")
     assert label.replace("\\\\", "\\") == lines
 
 
 @given(st.text())
 def test_any_text_survives_a_quoted_string(text):
-    said = dot.quoted(text)
+    said = dot.quote(text)
     assert re.fullmatch(r'"([^"\\\n]|\\.)*"', said)
     unquoted = re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), said[1:-1])
     assert unescape(unquoted) == unescape(

@@ -100,14 +100,12 @@ def write_shape(lengths: tuple[int, ...]) -> str:
 
 
 def write_constant(x: Any) -> Formula:
-    """A number by its digits, an array by its shape, consecutive integers as a range, a mask as such."""
+    """A number by its digits, consecutive integers as a range, other arrays by their shape."""
     if np.ndim(x) == 0:
         return Formula(write_number(float(x)), ATOM if float(x) >= 0 else SIGN)
     if is_range(x):
         return Formula(f"{x[0]}…{x[-1]}")
-    if x.dtype.kind == "b":
-        return Formula("causal mask" if is_causal(x) else f"mask {write_shape(x.shape)}")
-    return Formula(f"constant {write_shape(x.shape)}")
+    return Formula(f"{'condition' if x.dtype.kind == 'b' else 'constant'} {write_shape(x.shape)}")
 
 
 def is_range(x: np.ndarray) -> bool:

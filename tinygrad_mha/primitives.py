@@ -23,6 +23,7 @@ REGISTRY: dict[str, Primitive[..., Any]] = {}
 KINDS = (
     "function",  # anything else
     "elementwise",
+    "addition",  # element-wise too
     "activation",
     "choice",  # of elements of its arguments, by a condition
     "mask",  # sets what is not allowed to -inf

@@ -4,13 +4,14 @@ python examples/translation/a_per_word.py
 """
 
 import common
-from models import PerWord
+
+from tinygrad_mha import nn
 
 RUNG, TITLE = "a", "per word"
 
 
 def build(corpus, seed=0):
-    return PerWord(len(corpus.source), len(corpus.target), d_model=64, d_ff=256, max_len=corpus.max_len, seed=seed)
+    return nn.PerWord(len(corpus.source), len(corpus.target), d_model=64, d_ff=256, max_len=corpus.max_len, seed=seed)
 
 
 if __name__ == "__main__":

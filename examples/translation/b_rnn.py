@@ -9,13 +9,14 @@ All that the writer learns of the sentence is the reader's last state, however l
 import sys
 
 import common
-from models import Seq2Seq
+
+from tinygrad_mha import nn
 
 RUNG, TITLE = "b", "RNN"
 
 
 def build(corpus, seed=0, cell="rnn"):
-    return Seq2Seq(
+    return nn.Seq2Seq(
         len(corpus.source),
         len(corpus.target),
         d_model=64,

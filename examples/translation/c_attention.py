@@ -10,7 +10,6 @@ answers in another order.
 import sys
 
 import common
-from models import PerWord
 
 from tinygrad_mha import nn
 
@@ -25,7 +24,7 @@ class PlainAttention(nn.Module):
 
 
 def build(corpus, seed=0, mixer=None, positions=False):
-    return PerWord(
+    return nn.PerWord(
         len(corpus.source),
         len(corpus.target),
         d_model=64,

@@ -39,7 +39,7 @@ INFINITY = math.inf
 # Arithmetic. `x * 0.5` is scale(x, by=0.5): a constant is not a node.
 
 
-@primitive(kind="elementwise", formula=notation.infix("+", notation.SUM, associative=True))
+@primitive(kind="addition", formula=notation.infix("+", notation.SUM, associative=True))
 def add(a, b) -> Any:
     """a + b, with broadcasting."""
     return a + b

@@ -1,10 +1,11 @@
-"""From a picture to DOT, the language of Graphviz: pure text, the same for the same picture.
+"""A picture as DOT, the language of Graphviz: pure text, the same for the same picture.
 
-Rules found by looking at four engines and a browser. One run of text per cell: with a change of font inside of a line,
-viewers that substitute the font let the parts drift apart. The font is called Arial and nothing else: of a list,
-engines that only estimate widths take Times; and where Helvetica is not installed, Graphviz 2.43 takes a much wider
-font for it, while Arial has a substitute of its own widths everywhere. No empty <FONT>: it is a syntax error, and the
-box turns into its id.
+Rules that were found with four engines and a browser:
+
+- One run of text per cell. If the font changes inside of a line, the parts drift apart in viewers that substitute it.
+- The font is "Arial" and not a list of fonts. From a list, engines that only estimate widths take Times. Without
+  Helvetica, Graphviz 2.43 takes a much wider font for it; Arial has a substitute of equal widths everywhere.
+- No empty <FONT>: it is a syntax error, and the box shows its id only.
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ from typing import NamedTuple
 import numpy as np
 
 from tinygrad_mha.notation import write_number
-from tinygrad_mha.viz.diagram.formulas import shortened
-from tinygrad_mha.viz.diagram.heat import heat_table, legend_bar, scale, shows_numbers
+from tinygrad_mha.viz.diagram.formulas import shorten
+from tinygrad_mha.viz.diagram.heat import (
+    INK,
+    common_factor,
+    heat_table,
+    largest_magnitude,
+    legend_bar,
+    shows_numbers,
+    write_factor,
+)
 from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Node, Picture, Table
+
+__all__ = ["escape", "fit", "quote", "to_dot"]
 
 
 class Look(NamedTuple):
-    """The frame, the background and the second colour of a kind of box."""
+    """The colours of the border and of the background of a kind of box."""
 
     frame: str
     fill: str
@@ -31,7 +42,7 @@ class Look(NamedTuple):
 
 FONT = "Arial"
 LONGEST_TITLE = 36
-INK, GREY, WARNING, GRADIENT_INK = "#1b1f24", "#57606a", "#cf222e", "#7a3e7a"
+GREY, WARNING, GRADIENT_INK = "#57606a", "#cf222e", "#7a3e7a"
 LOOKS = {
     "input": Look("#0b6bcb", "#e8f2fd"),
     "parameter": Look("#b7791f", "#fff6e0"),
@@ -50,21 +61,22 @@ EDGE_COLOURS = {
     "gradient": "#92308f",
     "recall": "#b6bdc5",
 }
-WEIGHTS = {"data": 3, "parameter": 2}  # how straight an arrow shall be: the computation makes the spine
+WEIGHTS = {"data": 3, "parameter": 2}  # Graphviz edge weights: data edges stay straightest
 CHANGES = {"same": ("", GREY), "left": ("− ", "#cf222e"), "right": ("+ ", "#1a7f37")}
 
 
 def to_dot(picture: Picture, direction: str = "TB") -> str:
     """The whole picture as DOT text."""
-    lines = [*header(picture, direction), *boxes(picture), *side_by_side(picture), *arrows(picture, direction)]
+    lines = [*write_header(picture, direction), *write_boxes(picture), *write_rows(picture)]
+    lines += write_arrows(picture, direction)
     return "\n".join(["digraph {", *("\t" + line for line in lines), "}", ""])
 
 
-def boxes(picture: Picture) -> list[str]:
-    """The boxes in their frames. Frames are opened and closed from a stack: they may be as deep as they like."""
+def write_boxes(picture: Picture) -> list[str]:
+    """The boxes in their frames. Iterative, so frames can be nested to any depth."""
     inside: dict[str | None, list[str | Cluster]] = defaultdict(list)
     for node in picture.nodes:
-        inside[node.cluster].append(node_text(node))
+        inside[node.cluster].append(write_node(node))
     for cluster in picture.clusters:
         inside[cluster.parent].append(cluster)
     lines: list[str] = []
@@ -81,8 +93,8 @@ def boxes(picture: Picture) -> list[str]:
     return lines
 
 
-def header(picture: Picture, direction: str) -> list[str]:
-    label = legend(picture)
+def write_header(picture: Picture, direction: str) -> list[str]:
+    label = write_legend(picture)
     return [
         f'graph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
         f"rankdir={direction} ranksep=0.5 splines=spline]",
@@ -95,37 +107,37 @@ def header(picture: Picture, direction: str) -> list[str]:
 # Boxes
 
 
-def node_text(node: Node) -> str:
+def write_node(node: Node) -> str:
     if node.kind == "plus":
         frame = CHANGES[node.change][1]
         label = table([row(font("+", 14, INK), 'WIDTH="20" ALIGN="CENTER"')], frame, "#ffffff", padding=0)
     elif node.kind == "operation":
         return (
             f'{node.id} [shape=oval style=filled fillcolor="#eef0f2" color="#8c959f" fontsize=11 margin="0.08,0.02" '
-            f"label=<{escaped(node.title)}> tooltip={quoted(node.tooltip)}]"
+            f"label=<{escape(node.title)}> tooltip={quote(node.tooltip)}]"
         )
     else:
-        label = node_table(node)
-    return f"{node.id} [label=<{label}> tooltip={quoted(node.tooltip or node.title)}]"
+        label = write_table(node)
+    return f"{node.id} [label=<{label}> tooltip={quote(node.tooltip or node.title)}]"
 
 
-def node_table(node: Node) -> str:
-    """Title and shape, the lines under them, the value, and the gradient under the value or beside it if it is tall."""
+def write_table(node: Node) -> str:
+    """Title and shape, the lines, the value, and the gradient: under the value, or beside it if it is tall."""
     sign, change = CHANGES[node.change]
     look = LOOKS[node.kind] if node.change == "same" else Look(change, LOOKS[node.kind].fill)
-    title = font(bold(sign + shortened(node.title, LONGEST_TITLE)), 14, INK)
+    title = font(bold(sign + shorten(node.title, LONGEST_TITLE)), 14, INK)
     corner = font(bold(node.shape), 12, look.frame if node.kind != "op" else GREY)
     rows = [ends(title, corner)]
     *lines, last = [line for line in node.lines if line] or [""]
     rows += [wide(font(line, 10, GREY)) for line in lines]
-    remark = font(node.parameters, 10, LOOKS["parameter"].frame) or font(value_range(node), 9, GREY)
+    remark = font(node.parameters, 10, LOOKS["parameter"].frame) or font(describe_scale(node), 9, GREY)
     if remark:
         rows.append(ends(font(last, 10, GREY), remark))
     elif last:
         rows.append(wide(font(last, 10, GREY)))
     if node.warning:
         rows.append(wide(font(bold(f"! {node.warning}"), 10, WARNING)))
-    rows += numbers(node)
+    rows += number_rows(node)
     inner = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>'
     return table([row(inner, "")], look.frame, look.fill, padding=3)
 
@@ -134,15 +146,18 @@ def is_tall(node: Node) -> bool:
     return all(isinstance(t, Table) and t.data.shape[-2] > 12 for t in (node.value, node.gradient))
 
 
-def value_range(node: Node) -> str:
-    """What the strongest colour means, where no numbers say it."""
+def describe_scale(node: Node) -> str:
+    """The common factor of the numbers; where no numbers are shown, what the strongest colour means."""
     value = node.value
-    if not isinstance(value, Table) or value.palette == "attention" or is_tall(node) or shows_numbers(value):
+    if not isinstance(value, Table):
         return ""
-    return colour_range(value)
+    if shows_numbers(value):
+        return write_factor(common_factor(value.data))
+    return "" if value.palette == "attention" or is_tall(node) else colour_range(value)
 
 
-def numbers(node: Node) -> list[str]:
+def number_rows(node: Node) -> list[str]:
+    """The tables of the value and of the gradient, or the reason why there is no gradient."""
     value, gradient = node.value, node.gradient
     if is_tall(node) and isinstance(value, Table) and isinstance(gradient, Table):
         side = "".join(f'<TD ALIGN="LEFT">{heat_table(t)}</TD>' for t in (value, gradient))
@@ -161,15 +176,15 @@ def numbers(node: Node) -> list[str]:
 
 
 def extent(t: Table) -> str:
-    """The range of the colours of a table, and how many numbers are outside of any range."""
-    lost = int(t.data.size - np.isfinite(t.data).sum())
-    if lost == t.data.size:
+    """The range of the colours of a table, and how many of its elements are not finite."""
+    n = int(t.data.size - np.isfinite(t.data).sum())
+    if n == t.data.size:
         return "not finite"
-    return f"{colour_range(t)}, {lost} not finite" if lost else colour_range(t)
+    return f"{colour_range(t)}, {n} not finite" if n else colour_range(t)
 
 
 def colour_range(t: Table) -> str:
-    return "0…1" if t.palette == "attention" else f"±{write_number(float(f'{scale(t.data):.2g}'))}"
+    return "0…1" if t.palette == "attention" else f"±{write_number(float(f'{largest_magnitude(t.data):.2g}'))}"
 
 
 def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:
@@ -182,12 +197,12 @@ def row(content: str, attributes: str) -> str:
 
 
 def ends(left: str, right: str) -> str:
-    """A row with something at its left and something at its right end, and a gap between the two."""
+    """A row with one text at its left end and one at its right end."""
     return f'<TR><TD ALIGN="LEFT">{left}</TD><TD WIDTH="6"></TD><TD ALIGN="RIGHT">{right}</TD></TR>'
 
 
 def wide(content: str) -> str:
-    """A row from end to end."""
+    """A row of a single cell."""
     return row(content, 'COLSPAN="3" ALIGN="LEFT"')
 
 
@@ -196,35 +211,35 @@ def wide(content: str) -> str:
 
 
 def font(text: str, size: int, colour: str) -> str:
-    """Text in one run; nothing at all for no text."""
+    """Text in one run; "" for an empty text."""
     if not text:
         return ""
-    inner = text if text.startswith("<B>") else escaped(text)
+    inner = text if text.startswith("<B>") else escape(text)
     return f'<FONT POINT-SIZE="{size}" COLOR="{colour}">{inner}</FONT>'
 
 
 def bold(text: str) -> str:
-    return f"<B>{escaped(text)}</B>" if text else ""
+    return f"<B>{escape(text)}</B>" if text else ""
 
 
-def escaped(text: str) -> str:
-    """Any text, for an HTML-like label: what XML cannot hold is replaced, a new line begins a new line."""
+def escape(text: str) -> str:
+    """Any text for an HTML-like label. Newlines become line breaks, characters that XML cannot hold are replaced."""
     text = fit(text).replace("\t", " ")
-    text = text.replace("\\", "\\\\")  # of a backslash and N, Graphviz would make the id of the box
+    text = text.replace("\\", "\\\\")  # Graphviz replaces \\N by the id of the box
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
     return re.sub(r"\r\n|\r|\n", "<BR/>", text)
 
 
 def fit(text: str) -> str:
-    """A text without what XML cannot hold: control characters, halves of surrogate pairs."""
+    """Replace what XML cannot hold: control characters and lone surrogates."""
     return UNFIT.sub("\ufffd", text)
 
 
 UNFIT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def quoted(text: str) -> str:
-    """Any text, for a quoted string of DOT, in which a backslash and & begin an escape."""
+def quote(text: str) -> str:
+    """Any text as a quoted string of DOT, in which a backslash and & begin an escape."""
     text = fit(text).replace("\\", "\\\\").replace("&", "&amp;").replace('"', '\\"')
     return '"' + re.sub(r"\r\n|\r|\n", r"\\n", text) + '"'
 
@@ -239,12 +254,12 @@ def cluster_attributes(cluster: Cluster) -> str:
     label = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="1">{"".join(rows)}</TABLE>'
     return (
         f'graph [color="#c9d1d9" fillcolor="#f6f8fa" label=<{label}> labeljust=l labelloc=t margin=12 '
-        f'style="rounded,filled" tooltip={quoted(cluster.title)}]'
+        f'style="rounded,filled" tooltip={quote(cluster.title)}]'
     )
 
 
-def arrows(picture: Picture, direction: str) -> list[str]:
-    """The arrows. Into a box that is made of leaves alone they go straight, from bottom to top."""
+def write_arrows(picture: Picture, direction: str) -> list[str]:
+    """The arrows. Those into a box that is made of leaves only go straight, from bottom to top."""
     nodes = {node.id: node for node in picture.nodes}
     ways_out = Counter(edge.source for edge in picture.edges)
     bent = {edge.target for edge in picture.edges if nodes[edge.source].kind not in ("input", "parameter")}
@@ -256,9 +271,9 @@ def arrows(picture: Picture, direction: str) -> list[str]:
         straight = not bent & {edge.source, edge.target}
         ends = (edge.source + start, edge.target + end) if straight else (edge.source, edge.target)
         attributes = edge_attributes(edge, ways_out[edge.source] == 1)
-        tooltip = quoted(f"{nodes[edge.source].title} → {nodes[edge.target].title}")
+        tooltip = quote(f"{nodes[edge.source].title} → {nodes[edge.target].title}")
         if edge.kind == "gradient":
-            # A gradient flows up beside the forward, which flows down: Graphviz is told the way of the forward.
+            # Gradient edges point up; emit them reversed, so that ranks follow the forward pass.
             ends, attributes = ends[::-1], [*attributes, "dir=back"]
         lines.append(f"{' -> '.join(ends)} [{' '.join([*attributes, f'tooltip={tooltip}'])}]")
     return lines
@@ -270,7 +285,7 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
     attributes = [f'color="{colour}"', f"weight={weight}"]
     if edge.label:
         label = font(f" {edge.label} ", 10, GREY if edge.kind == "data" else colour)
-        # A label in the middle needs room there, and bends the curve; the word for a residual stands at its end.
+        # A label in the middle needs room and bends the curve, so "residual" stands at the end.
         at_the_end = "labeldistance=3 labelangle=-40 head" if edge.label == "residual" else ""
         attributes.append(f"{at_the_end}label=<{label}>")
     if edge.change != "same":
@@ -282,10 +297,10 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
     return attributes
 
 
-def side_by_side(picture: Picture) -> list[str]:
-    """Keep Q, K and V in this order, and the heads: boxes made of one input and one parameter each stand in a row.
+def write_rows(picture: Picture) -> list[str]:
+    """Rows of boxes in a fixed order: Q, K, V of each head, and in the same order the parameters above them.
 
-    Without it, versions of Graphviz differ. The parameters above them stand in the same order.
+    A row holds the boxes that are made from one input and one parameter each. Otherwise versions of Graphviz differ.
     """
     nodes = {node.id: node for node in picture.nodes}
     sources: dict[str, list[str]] = defaultdict(list)
@@ -313,8 +328,8 @@ def side_by_side(picture: Picture) -> list[str]:
     return lines
 
 
-def legend(picture: Picture) -> str:
-    """The palettes that occur, and the caption."""
+def write_legend(picture: Picture) -> str:
+    """The palettes in use, and the caption."""
     tables = [t for node in picture.nodes for t in (node.value, node.gradient) if isinstance(t, Table)]
     used = {t.palette for t in tables}
     ends = {

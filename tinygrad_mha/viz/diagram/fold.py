@@ -1,35 +1,40 @@
-"""What gets a box: each tensor one, but for what is inside of a closed module, repeated, or part of a formula."""
+"""What gets a box: each value, unless it is in a closed module, repeats another, or is written in a formula."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.viz.diagram.modules import Pattern, Place, close, plant, repetitions
-from tinygrad_mha.viz.diagram.picture import Kind
-from tinygrad_mha.viz.diagram.record import SHAPE_ONLY, Value
+from tinygrad_mha.viz.diagram.modules import Frame, Modules, Pattern, matches
+from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value
+from tinygrad_mha.viz.diagram.roles import ELEMENTWISE
 
-UNARY = SHAPE_ONLY | {"scale", "neg", "mask", "sqrt", "exp", "log", "abs", "clip"}
-UNARY |= {"add", "sub", "mul", "div", "pow", "where", "maximum", "minimum"}  # when the rest is constant
-ALWAYS_A_BOX = {"softmax", "attention", "relu", "gelu", "sigmoid", "layer_norm", "rms_norm", "take", "concat", "stack"}
-PRODUCTS = {"matmul", "linear", "einsum", "attention"}
+__all__ = ["MOST_IN_A_FORMULA", "Layout", "Options", "fits_a_table", "is_foldable", "make_layout"]
+
+# A formula absorbs these kinds of operations, if their other operands are constants. Those that are
+# neither here nor in ALWAYS_A_BOX can be the innermost part of a formula.
+FOLDABLE = (*RESHAPING, *ELEMENTWISE, "mask", "choice")
+ALWAYS_A_BOX = ("distribution", "attention", "activation", "normalization", "lookup", "join")
 
 MOST_IN_A_FORMULA = 6  # operations that do not only change the shape
-MOST_IN_A_GRADIENT = 12  # of a gradient every step has an unnamed part, and sums are long
+MOST_IN_A_GRADIENT = 12  # every step of a gradient has an unnamed part, and sums are long
 MOST_CELLS = 1024  # of one table
 MOST_ROWS = 128
 MOST_CELLS_IN_ALL = 12_000
 MOST_TABLES = 80
+LEAST_REPETITIONS = 3
+
+Repeats = dict[Frame, list[Frame]]
+StandsFor = dict[Value, Value]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
-    """What the caller of `graph` asked for."""
+    """The options of `graph` that decide what is drawn."""
 
     depth: int | None = None
     collapse: Sequence[Pattern] = ()
@@ -38,85 +43,48 @@ class Options:
     separate: bool = False
     values: bool | None = None
     grads: bool | None = None
-    names: Mapping[Any, Any] = field(default_factory=dict)
 
 
-class Draft:
-    """A run on its way to a picture. The order of the methods is the order of the work."""
+@dataclass(frozen=True)
+class Layout:
+    """What is drawn, and as what.
 
-    def __init__(self, values: Sequence[Value], roots: Sequence[Value], options: Options) -> None:
-        self.values = values
-        self.roots = set(roots)
-        self.options = options
-        self.two_halves = any(value.backward for value in values)
-        # In a mere recording nothing flows back, although parameters could have gradients.
-        self.gradients_flow = any(v.wants and (v.op is not None or v.gradient is not None) for v in values)
-        self.order = {value: i for i, value in enumerate(values)}
-        rename(values, options.names)
-        self.kinds = {value: self.kind(value) for value in values}
-        self.tree, self.home, self.local_names = plant(values, self.kinds)
-        self.every_place = list(self.tree.inside())
-        depth = options.depth if options.depth is None else options.depth + self.two_halves
-        close(self.tree, depth, options.collapse, options.expand)
-        self.keep_inputs_outside()
-        self.stands_for = repetitions(self.tree, options.expand) if options.fold and not options.separate else {}
-        self.closed_in = {place: outermost_closed(place) for place in {*self.home.values()}}
-        self.inlined: set[Value] = set()
-        self.hidden: set[Value] = set()
-        if options.fold and not options.separate:
-            self.hide_sliced_parameters()
-            self.inline()
-        self.boxes = self.visible()
-        self.frames = self.framed()
-        self.numbers = self.with_numbers()
+    Attributes:
+        modules: the frames, without those that repeat another.
+        repeats: for each frame of a group that is drawn once, the whole group.
+        stands_for: for each value of a repetition, the value that is drawn in its place.
+        closed_in: for each frame, the outermost closed frame around it, or None.
+        readers: for each drawn value, the drawn values that were made from it or from what it stands for.
+        inlined: the values that are written in the formulas of their users.
+        hidden: the parameters that are drawn as slices, one per head, and not as a whole.
+        boxes: the id of each box, a value or a closed frame, in the order of the picture.
+        clusters: the id of each frame that is drawn around boxes.
+        tables: the values whose numbers are shown.
+    """
 
-    # ---------------------------------------------------------------------------------------------- what each value is
+    run: Run
+    modules: Modules
+    options: Options
+    repeats: Repeats
+    stands_for: StandsFor
+    closed_in: dict[Frame, Frame | None]
+    readers: dict[Value, set[Value]]
+    inlined: set[Value] = field(default_factory=set)
+    hidden: set[Value] = field(default_factory=set)
+    boxes: dict[Value | Frame, str] = field(default_factory=dict)
+    clusters: dict[Frame, str] = field(default_factory=dict)
+    tables: set[Value] = field(default_factory=set)
 
-    def kind(self, value: Value) -> Kind:
-        if value.backward and value.gradient_of:
-            return "gradient"
-        if is_parameter(value):
-            return "parameter"
-        if value.op is None:
-            return "input"
-        if value in self.roots:
-            return "output"
-        if value.op.name == "attention" or is_weights(value):
-            return "attention"
-        return "op"
+    def closed_around(self, value: Value) -> Frame | None:
+        return self.closed_in[self.modules.frame_of[value]]
 
-    def keep_inputs_outside(self) -> None:
-        """An input stands in front of a closed module, even if that module is a frame around everything else."""
-        for value, place in self.home.items():
-            closed = outermost_closed(place)
-            if closed is not None and closed.parent is not None and self.kinds[value] == "input" and value.op is None:
-                place.values.remove(value)
-                closed.parent.values.append(value)
-                self.home[value] = closed.parent
-
-    # ------------------------------------------------------------------------------------------ what gets its own box
-
-    def drawn(self, value: Value) -> Value:
-        """The value itself, or the one that stands for it where a block is drawn once for all its repetitions."""
-        while value in self.stands_for:
-            value = self.stands_for[value]
-        return value
-
-    @cached_property
-    def readers(self) -> dict[Value, set[Value]]:
-        """Who uses a value, where blocks are drawn once for all their repetitions."""
-        readers: dict[Value, set[Value]] = defaultdict(set)
-        for value in self.values:
-            readers[self.drawn(value)].update(self.drawn(u) for u in value.users if u.backward == value.backward)
-        return readers
-
-    def box(self, value: Value) -> Value | Place | None:
-        """What stands for `value` in the picture: a box of its own, the closed place that it is in, or nothing."""
-        value = self.drawn(value)
-        closed = self.closed_in[self.home[value]]
+    def box(self, value: Value) -> Value | Frame | None:
+        """What shows `value`: a box of its own, the closed frame that it is in, or nothing."""
+        value = find_drawn(value, self.stands_for)
+        closed = self.closed_around(value)
         return closed or (None if value in self.hidden or value in self.inlined else value)
 
-    def reads(self, value: Value) -> list[Value]:
+    def operands(self, value: Value) -> list[Value]:
         """The values that the formula of `value` names: its inputs, and those of inputs that are written out in it."""
         named, stack = [], value.sources[::-1]
         while stack:
@@ -127,166 +95,298 @@ class Draft:
                 named.append(source)
         return named
 
-    def hide_sliced_parameters(self) -> None:
-        """A parameter that is used in named slices only, one per head, is drawn as those slices."""
-        for value in self.values:
-            if value.op is None and value.users and self.kinds[value] == "parameter":
-                slices = [user for user in value.users if user.name and self.kinds[user] == "parameter"]
-                if len(slices) == sum(not user.backward for user in value.users):
-                    self.hidden.add(value)
-        self.hidden |= {
-            v for v in self.values if v.backward and v.gradient_of and self.hidden.issuperset(v.gradient_of)
-        }
-
-    def inline(self) -> None:
-        """Write shape-only and unary chains into the formula of their user; constants are in formulas anyway."""
-        size = {value: int(value.op is not None and value.op.name not in SHAPE_ONLY) for value in self.values}
-        for user in self.values:
-            most = MOST_IN_A_GRADIENT if user.backward else MOST_IN_A_FORMULA
-            for value in user.sources:
-                if value not in self.inlined and self.may_inline(value, user) and size[value] + size[user] <= most:
-                    self.inlined.add(value)
-                if value in self.inlined:
-                    size[user] += size[value]
-
-    def may_inline(self, value: Value, user: Value) -> bool:
-        if value.op is None or value.name or value in self.roots or value in self.stands_for:
-            return False
-        if any(forward not in self.inlined for forward in value.gradient_of):
-            return False
-        users = [u for u in value.users if u.backward == value.backward]
-        anywhere = value.op.name in SHAPE_ONLY or (value.backward and is_unary(value))
-        if anywhere and self.closed_in[self.home[value]] is None:
-            return True
-        if len(users) != 1 or user.backward != value.backward or self.kinds[value] not in ("op", "gradient"):
-            return False
-        if value.backward:
-            return self.closed_in[self.home[value]] is self.closed_in[self.home[user]]
-        if self.home[value] is not self.home[user]:
-            return False
-        return is_unary(value) or (is_unary(user) and value.op.name not in ALWAYS_A_BOX)
-
-    def visible(self) -> dict[Value | Place, str]:
-        """The boxes, in the order of the run, with their ids."""
-        boxes: dict[Value | Place, str] = {}
-        for value in sorted(self.values, key=self.place_in_picture) if self.two_halves else self.values:
-            if value in self.stands_for:
-                continue
-            box = self.box(value)
-            if box is not None and box not in boxes:
-                boxes[box] = f"t{len(boxes)}" if isinstance(box, Value) else f"m{len(boxes)}"
-        return boxes
-
-    def place_in_picture(self, value: Value) -> tuple[bool, int]:
-        """The backward half comes second, and its gradients in the order of their values."""
-        twin = value.gradient_of[0] if value.backward and value.gradient_of else value
-        return value.backward, self.order[twin]
-
-    def fitting_depth(self, most: int) -> int | None:
-        """The largest depth at which there are no more than `most` boxes."""
-        deepest = max(place.depth for place in self.every_place)
-        for depth in range(deepest - 1, -1, -1):
-            smaller = Draft(self.values, list(self.roots), replace(self.options, depth=depth))
-            if len(smaller.boxes) <= most:
-                return depth
-        return None
-
-    # ------------------------------------------------------------------------------------ what is around and in a box
-
-    def framed(self) -> dict[Place, str]:
-        """The places that get a frame: open ones that hold more than one computation."""
-        computed: Counter[Place] = Counter()
-        for box in self.boxes:
-            if isinstance(box, Place) or box.op is not None:
-                start = box.parent if isinstance(box, Place) else self.home[box]
-                computed.update(start.outward() if start else ())
-        places = [place for place in self.tree.inside() if place.parent is not None and computed[place] > 1]
-        return {place: f"cluster_{i}" for i, place in enumerate(places)}
-
-    def frame_around(self, place: Place | None) -> str | None:
-        while place is not None and place not in self.frames:
-            place = place.parent
-        return None if place is None else self.frames[place]
-
-    def leaving(self, place: Place) -> list[Value]:
-        """The values made in a place that are used outside of it."""
-        contents = place.contents()
+    def results(self, frame: Frame) -> list[Value]:
+        """The values computed in a frame that are used outside of it, or not at all."""
+        contents = self.modules.contents(frame)
         within = set(contents)
-        last = {v for v in contents if v in self.roots or not self.readers[v]}
-        return [v for v in contents if v.op and (v in last or not within.issuperset(self.readers[v]))]
+        last = {v for v in contents if v in self.run.roots or not self.readers[v]}
+        return [v for v in contents if v.op and (v in last or not self.readers[v] <= within)]
 
-    def with_numbers(self) -> set[Value]:
-        """The values whose numbers are shown. By default those of a small picture, in which nothing is closed."""
-        shown = [box for box in self.boxes if isinstance(box, Value)]
-        if self.options.values is None:
-            cells = sum(v.array.size for v in shown)
-            small = len(shown) <= MOST_TABLES and cells <= MOST_CELLS_IN_ALL and len(shown) == len(self.boxes)
-        else:
-            small = self.options.values
-        return {v for v in shown if can_be_a_table(v.array)} if small else set()
+    def cluster_around(self, frame: Frame | None) -> str | None:
+        """The id of the innermost drawn frame, from `frame` outwards."""
+        while frame is not None and frame not in self.clusters:
+            frame = frame.parent
+        return None if frame is None else self.clusters[frame]
 
-    def is_plus(self, value: Value) -> bool:
-        """An unnamed sum of two values needs no more than a sign, unless its numbers are shown."""
-        if value.op is None or value.op.name != "add" or value.name or self.kinds[value] != "op":
-            return False
-        if len(value.sources) != 2 or any(self.kinds[source] == "parameter" for source in value.sources):
-            return False
-        plain = value not in self.numbers and not self.inlined.intersection(value.sources)
-        return plain and not value.backward and not self.options.separate
+
+def make_layout(run: Run, modules: Modules, options: Options) -> Layout:
+    """Decide what gets a box."""
+    closed = close_frames(modules, options, 1 if run.has_backward else 0)
+    modules = move_inputs_out(modules, closed)
+    folds = options.fold and not options.separate
+    modules, repeats, stands_for = fold_repetitions(modules, options.expand) if folds else (modules, {}, {})
+    closed_in = {frame: outermost_closed(frame, closed) for frame in modules.members}
+    readers: dict[Value, set[Value]] = defaultdict(set)
+    for value in run.values:
+        readers[find_drawn(value, stands_for)].update(find_drawn(user, stands_for) for user in run.users[value])
+    layout = Layout(run, modules, options, repeats, stands_for, closed_in, readers)
+    if folds:
+        layout.hidden.update(find_sliced_parameters(run, modules))
+        inline_operands(layout)
+    layout.boxes.update(number_boxes(layout))
+    layout.clusters.update(number_clusters(layout))
+    layout.tables.update(choose_tables(layout))
+    return layout
+
+
+def find_drawn(value: Value, stands_for: StandsFor) -> Value:
+    """The value itself, or the one that is drawn in its place."""
+    while value in stands_for:
+        value = stands_for[value]
+    return value
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Questions about one value, and one place
+# Closed modules
 
 
-def rename(values: Sequence[Value], names: Mapping[Any, Any]) -> None:
-    """Names from a mapping, name to tensor (`locals()` will do), come before those that the tensors have."""
-    given = {id(tensor): name for name, tensor in names.items() if isinstance(name, str) and name}
-    for value in values:
-        name = given.get(id(value.tensor), value.name)
-        value.name = name if name and name.strip() else None
+def close_frames(modules: Modules, options: Options, added_depth: int) -> set[Frame]:
+    """The frames that are drawn as one box.
+
+    These are frames deeper than `depth` and those that `collapse` matches, unless they lead to one that `expand`
+    matches. If there is a `depth`, a module of a single operation is closed too: its parameters are a detail.
+    """
+    frames = modules.inside(modules.root)
+    opened = {outer for frame in frames if matches(frame, options.expand) for outer in frame.enclosing()}
+    closed = set()
+    for frame in frames:
+        if frame.parent is None or frame in opened:
+            continue
+        if frame.forward is not None:
+            is_closed = frame.forward in closed
+        else:
+            is_closed = matches(frame, options.collapse)
+            if options.depth is not None:
+                is_closed |= frame.depth > options.depth + added_depth
+                is_closed |= frame.is_module and count_operations(modules, frame) == 1
+        if is_closed:
+            closed.add(frame)
+    return closed
 
 
-def is_unary(value: Value) -> bool:
-    """Whether a value is a function of one other value, small enough to be part of a formula."""
-    assert value.op is not None or not value.sources
-    if value.op is None or len(value.sources) != 1:
+def count_operations(modules: Modules, frame: Frame) -> int:
+    """How many operations in a frame compute numbers."""
+    return sum(value.op is not None and not value.has_kind(*RESHAPING) for value in modules.contents(frame))
+
+
+def outermost_closed(frame: Frame, closed: set[Frame]) -> Frame | None:
+    around = [outer for outer in frame.enclosing() if outer in closed]
+    return around[-1] if around else None
+
+
+def move_inputs_out(modules: Modules, closed: set[Frame]) -> Modules:
+    """Put the inputs of a closed module in front of it, even if it is the frame of the whole picture."""
+    frame_of = dict(modules.frame_of)
+    for value, frame in frame_of.items():
+        around = outermost_closed(frame, closed)
+        if around is not None and around.parent is not None and modules.kinds[value] == "input" and value.op is None:
+            frame_of[value] = around.parent
+    members: dict[Frame, list[Value]] = {frame: [] for frame in modules.members}
+    for value, frame in frame_of.items():
+        members[frame].append(value)
+    return replace(modules, frame_of=frame_of, members=members)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Repetitions
+
+
+def fold_repetitions(modules: Modules, expand: Sequence[Pattern]) -> tuple[Modules, Repeats, StandsFor]:
+    """Find neighbours that compute the same, such as the blocks of a network and its heads, and keep the first of them.
+
+    Returns the modules without the others, and the `repeats` and `stands_for` of a `Layout`.
+    """
+    children: dict[Frame, list[Frame]] = {}
+    repeats: Repeats = {}
+    stands_for: StandsFor = {}
+    queue = deque([modules.root])  # frames before those in them, and the forward pass before the backward pass
+    while queue:
+        parent = queue.popleft()
+        children[parent] = []
+        for group in group_equals(modules, parent, expand, repeats, stands_for):
+            if len(group) < LEAST_REPETITIONS:
+                children[parent] += group
+                continue
+            children[parent].append(group[0])
+            repeats |= dict.fromkeys(group, group)
+            for other in group[1:]:
+                stands_for |= dict(zip(modules.contents(other), modules.contents(group[0]), strict=True))
+        queue += children[parent]
+    return replace(modules, children=children), repeats, stands_for
+
+
+class Part(NamedTuple):
+    """A frame that may repeat its neighbour: what it computes, from which values outside of it."""
+
+    frame: Frame
+    key: Any
+    outside: list[Value]
+    contents: set[Value]
+
+
+def group_equals(
+    modules: Modules, parent: Frame, expand: Sequence[Pattern], repeats: Repeats, stands_for: StandsFor
+) -> list[list[Frame]]:
+    """Neighbouring frames in groups of those that compute the same from the same, or each from the result of the last.
+
+    Heads that share keys and values with some of their neighbours only are in different groups: an arrow from or to the
+    box of a group holds for all of its members.
+    """
+    groups: list[list[Frame]] = []
+    last = None
+    for frame in modules.children[parent]:
+        expanded = tuple(matches(inner, expand) for inner in modules.inside(frame))
+        contents = modules.contents(frame)
+        steps, outside = fingerprint(contents)
+        part = Part(frame, object() if expanded[0] else (frame.kind, expanded, steps), outside, set(contents))
+        if last is not None and continues(last, part, repeats, stands_for):
+            groups[-1].append(frame)
+        else:
+            groups.append([frame])
+        last = part
+    return groups
+
+
+def continues(last: Part, part: Part, repeats: Repeats, stands_for: StandsFor) -> bool:
+    """Whether `part` computes the same as its neighbour, from corresponding values."""
+    if part.key != last.key:
         return False
-    return value.op.name in UNARY
+    forward = last.frame.forward, part.frame.forward
+    is_mirror = None not in forward and repeats.get(forward[0], 0) is repeats.get(forward[1], 1)
+    return all(
+        find_drawn(a, stands_for) is find_drawn(b, stands_for)
+        or b in last.contents
+        or a in part.contents
+        or (is_mirror and not a.backward)  # compared in the forward pass
+        for a, b in zip(last.outside, part.outside, strict=True)
+    )
 
 
-def is_parameter(value: Value) -> bool:
-    """A leaf that learns, and is not the input of the network; or a named slice of one."""
-    while value.op is not None and value.op.name in SHAPE_ONLY and value.name and len(value.sources) == 1:
-        value = value.sources[0]
-    if value.op is not None or not value.wants:
+def fingerprint(contents: Sequence[Value]) -> tuple[Any, list[Value]]:
+    """The operations, shapes and operands without names and numbers; and the operands from outside."""
+    index: dict[Value, Any] = {value: i for i, value in enumerate(contents)}
+    outside: list[Value] = []
+
+    def describe_option(name: str, option: Any) -> Any:
+        return name, np.shape(option) if isinstance(option, np.ndarray) else str(option)
+
+    def describe_operand(x: Any) -> Any:
+        if not isinstance(x, Value):
+            return np.shape(x) or x
+        if x not in index:
+            index[x] = "outside", len(outside)
+            outside.append(x)
+        return index[x]
+
+    steps = tuple(
+        (
+            value.op.name if value.op else "leaf",
+            value.array.shape,
+            value.array.dtype.str,
+            () if value.has_kind("index") else tuple(describe_option(*item) for item in value.kwargs.items()),
+            tuple(map(describe_operand, value.inputs)),
+        )
+        for value in contents
+    )
+    return steps, outside
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Formulas
+
+
+def find_sliced_parameters(run: Run, modules: Modules) -> set[Value]:
+    """Parameters that are used in named slices only, one per head, and their gradients."""
+    kinds = modules.kinds
+    sliced = {
+        value
+        for value in run.values
+        if value.op is None and kinds[value] == "parameter" and run.users[value]
+        if all(user.name and kinds[user] == "parameter" for user in run.users[value])
+    }
+    return sliced | {v for v in run.values if v.gradient_of and sliced.issuperset(v.gradient_of)}
+
+
+def inline_operands(layout: Layout) -> None:
+    """Write reshaping and element-wise chains into the formulas of their users."""
+    size = {value: int(value.op is not None and not value.has_kind(*RESHAPING)) for value in layout.run.values}
+    for user in layout.run.values:
+        most = MOST_IN_A_GRADIENT if user.backward else MOST_IN_A_FORMULA
+        for value in user.sources:
+            fits = size[value] + size[user] <= most
+            if fits and value not in layout.inlined and may_inline(layout, value, user):
+                layout.inlined.add(value)
+            if value in layout.inlined:
+                size[user] += size[value]
+
+
+def may_inline(layout: Layout, value: Value, user: Value) -> bool:
+    """Whether the formula of `user` may contain that of `value`, so that `value` needs no box."""
+    if value.op is None or value.name or value in layout.run.roots or value in layout.stands_for:
         return False
-    initial = (value.name or "")[:1]
-    if initial in ("x", "X"):
+    if any(forward not in layout.inlined for forward in value.gradient_of):
         return False
-    # What stands on the left of a product only is data, unless its name says that it is a weight.
-    left = [user for user in value.users if user.op and user.op.name in PRODUCTS and user.inputs[0] is value]
-    return initial in ("w", "W", "b") or not left or len(left) < len(value.users)
-
-
-def is_weights(value: Value) -> bool:
-    """Whether a softmax is consumed by a product: these are attention weights."""
-    if value.op is None or value.op.name != "softmax":
+    anywhere = value.has_kind(*RESHAPING) or (value.backward and is_foldable(value))
+    if anywhere and layout.closed_around(value) is None:
+        return True
+    users = layout.run.users[value]
+    if len(users) != 1 or user.backward != value.backward or layout.modules.kinds[value] not in ("op", "gradient"):
         return False
-    stack, seen = list(value.users), 0
-    while stack and seen < 20:
-        user, seen = stack.pop(), seen + 1
-        if user.op is not None and user.op.name in ("matmul", "einsum"):
-            return True
-        if user.op is not None and (user.op.name in SHAPE_ONLY or user.op.name in ("mul", "where", "scale")):
-            stack += user.users
-    return False
+    if value.backward:
+        return layout.closed_around(value) is layout.closed_around(user)
+    frame = layout.modules.frame_of[value]
+    if frame.notation and layout.closed_around(value) is None and not user.has_kind("addition"):
+        frame = frame.parent  # dropout(S) @ V needs no box for the dropout; in x + dropout(y) the + is a sign only
+    if frame is not layout.modules.frame_of[user]:
+        return False
+    return is_foldable(value) or (is_foldable(user) and not value.has_kind(*ALWAYS_A_BOX))
 
 
-def can_be_a_table(array: np.ndarray) -> bool:
+def is_foldable(value: Value) -> bool:
+    """Whether a value is a simple function of one other value."""
+    return len(value.sources) == 1 and value.has_kind(*FOLDABLE)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Boxes and frames
+
+
+def number_boxes(layout: Layout) -> dict[Value | Frame, str]:
+    """The boxes in the order of the run, with their ids. Gradients come second, in the order of their values."""
+
+    def order(value: Value) -> tuple[bool, int]:
+        of = value.gradient_of[0] if value.backward and value.gradient_of else value
+        return value.backward, layout.run.position[of]
+
+    boxes: dict[Value | Frame, str] = {}
+    for value in sorted(layout.run.values, key=order):
+        box = None if value in layout.stands_for else layout.box(value)
+        if box is not None and box not in boxes:
+            boxes[box] = f"t{len(boxes)}" if isinstance(box, Value) else f"m{len(boxes)}"
+    return boxes
+
+
+def number_clusters(layout: Layout) -> dict[Frame, str]:
+    """The open frames that hold more than one computed box, with their ids."""
+    computed: Counter[Frame] = Counter()
+    for box in layout.boxes:
+        if isinstance(box, Frame):
+            computed.update(list(box.enclosing())[1:])
+        elif box.op is not None:
+            computed.update(layout.modules.frame_of[box].enclosing())
+    frames = layout.modules.inside(layout.modules.root)[1:]
+    return {frame: f"cluster_{i}" for i, frame in enumerate(f for f in frames if computed[f] > 1)}
+
+
+def choose_tables(layout: Layout) -> set[Value]:
+    """The values whose numbers are shown: by default those of a small picture without closed modules."""
+    shown = [box for box in layout.boxes if isinstance(box, Value)]
+    show = layout.options.values
+    if show is None:
+        cells = sum(value.array.size for value in shown)
+        show = len(shown) == len(layout.boxes) <= MOST_TABLES and cells <= MOST_CELLS_IN_ALL
+    return {value for value in shown if show and fits_a_table(value.array)}
+
+
+def fits_a_table(array: np.ndarray) -> bool:
     return 0 < array.size <= MOST_CELLS and max(array.shape[-2:], default=1) <= MOST_ROWS
-
-
-def outermost_closed(place: Place) -> Place | None:
-    closed = [p for p in place.outward() if p.closed]
-    return closed[-1] if closed else None

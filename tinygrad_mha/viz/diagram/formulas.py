@@ -1,97 +1,88 @@
-"""The formula of a value: the notation of its primitive, with the formulas of folded inputs written out."""
+"""The formula of a value: its primitive writes it, with the formulas of inlined operands in their places."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.notation import Call, Formula, write_constant
-from tinygrad_mha.viz.diagram.record import SHAPE_ONLY, Value
+from tinygrad_mha.notation import PRODUCT, SUM, Call, Formula, write_constant
+from tinygrad_mha.viz.diagram.fold import Layout
+from tinygrad_mha.viz.diagram.record import RESHAPING, Value
+
+__all__ = ["shorten", "wrap_formula", "write_formula"]
 
 LONGEST_OPERAND = 24
 
 
-def formula(value: Value, title: Callable[[Value], str], folded: Callable[[Value], bool]) -> str:
-    """What made `value`, in one line. Inputs for which `folded` answers yes are written out, others by their title."""
-    said = expression(value, title, folded)
-    sentence = value.op.sentence if value.op else None
-    if sentence is not None and value.sources and not folded_further(value, folded):
-        return sentence(called(value, title, folded))
-    if (
-        value.op
-        and value.op.name in SHAPE_ONLY
-        and said.text in {shortened(title(v), LONGEST_OPERAND) for v in chain(value, folded)}
-    ):
-        return f"{said.text}, rearranged"
-    return ", ".join(said.remarks) + ": " + said.text if said.remarks else said.text
+def write_formula(layout: Layout, titles: dict[Value, str], value: Value) -> str:
+    """How `value` was made, in one line: a sentence if its primitive has one, else the formula."""
+    assert value.op is not None
+    if value.op.sentence is not None and value.sources and not starts_with_formula(layout, value):
+        return value.op.sentence(make_call(layout, titles, value))
+    formula = build_formula(layout, titles, value)
+    source = value
+    while source.sources and source.sources[0] in layout.inlined:
+        source = source.sources[0]
+    unchanged = {shorten(titles[v], LONGEST_OPERAND) for v in source.sources[:1]}
+    if value.has_kind(*RESHAPING) and formula.text in unchanged:
+        return f"{formula.text}, rearranged"
+    return ", ".join(formula.remarks) + ": " + formula.text if formula.remarks else formula.text
 
 
-def chain(value: Value, folded: Callable[[Value], bool]) -> list[Value]:
-    """The values at the end of a chain of first operands that are written out."""
-    while value.sources and folded(value.sources[0]):
-        value = value.sources[0]
-    return value.sources[:1]
-
-
-def folded_further(value: Value, folded: Callable[[Value], bool]) -> bool:
-    """Whether the first operand is itself a formula, other than a mask, which the sentence can say in a word."""
+def starts_with_formula(layout: Layout, value: Value) -> bool:
+    """Whether the first operand is a formula, other than a mask, which a sentence mentions in a word."""
     first = value.sources[0]
-    return folded(first) and not (first.op and first.op.kind == "mask" and not any(map(folded, first.sources)))
+    return first in layout.inlined and not (first.has_kind("mask") and not layout.inlined.intersection(first.sources))
 
 
-def expression(value: Value, title: Callable[[Value], str], folded: Callable[[Value], bool]) -> Formula:
-    """The formula of `value`, with the formulas of its folded inputs in their places."""
+def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> Formula:
     assert value.op is not None
-    call = called(value, title, folded)
-    said = Formula(f"dropout({call.x.text})") if is_dropout(value) else value.op.formula(call)
-    remarks = [r for operand in call.operands if operand for r in operand.remarks] + list(said.remarks)
-    return said._replace(remarks=tuple(dict.fromkeys(remarks)), kind=value.op.kind)
+    call = make_call(layout, titles, value)
+    notation = layout.modules.frame_of[value].notation
+    if notation:
+        formula = Formula(f"{notation}({call.x.text})")
+    elif value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind in ("mask", "attention"):
+        formula = Formula(f"{call.operand(1).within(PRODUCT)} where allowed", SUM)
+    else:
+        formula = value.op.formula(call)
+    remarks = [remark for operand in call.operands if operand for remark in operand.remarks] + list(formula.remarks)
+    return formula._replace(remarks=tuple(dict.fromkeys(remarks)), kind=value.op.kind)
 
 
-def called(value: Value, title: Callable[[Value], str], folded: Callable[[Value], bool]) -> Call:
-    """The call that made `value`, as the writer of its primitive wants it."""
-    assert value.op is not None
-    op, inputs = value.op, value.inputs
+def make_call(layout: Layout, titles: dict[Value, str], value: Value) -> Call:
+    """The operation that made `value`, as its writer sees it."""
+    op = value.op
+    assert op is not None
 
-    def operand(x: Any) -> Formula | None:
+    def write_operand(x: Any) -> Formula | None:
         if not isinstance(x, Value):
             return None if x is None else write_constant(x)
-        if folded(x):
-            return expression(x, title, folded)
-        return Formula(shortened(title(x), LONGEST_OPERAND), kind=x.op.kind if x.op else "")
+        if x in layout.inlined:
+            return build_formula(layout, titles, x)
+        return Formula(shorten(titles[x], LONGEST_OPERAND), kind=x.op.kind if x.op else "")
 
+    given = {
+        name: option
+        for name, option in value.kwargs.items()
+        if name not in op.defaults or isinstance(option, np.ndarray) or option != op.defaults[name]
+    }
     return Call(
-        op.label,
-        tuple(operand(x) for x in inputs),
-        tuple(None if isinstance(x, Value) else x for x in inputs),
-        tuple(np.shape(x.array if isinstance(x, Value) else x) for x in inputs),
-        {k: v for k, v in value.kwargs.items() if k not in op.defaults or not is_same(v, op.defaults[k])},
-        value.array.shape,
+        label=op.label,
+        operands=tuple(write_operand(x) for x in value.inputs),
+        constants=tuple(None if isinstance(x, Value) else x for x in value.inputs),
+        shapes=tuple(x.array.shape if isinstance(x, Value) else np.shape(x) for x in value.inputs),
+        keywords=given,
+        shape=value.array.shape,
     )
 
 
-def is_same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, (int, float, str, tuple)) and a == b)
-
-
-def is_dropout(value: Value) -> bool:
-    """Whether `value` is a product with an array of zeros and one other number."""
-    x = value.inputs[-1]
-    return value.op is not None and value.op.name == "mul" and isinstance(value.inputs[0], Value) and is_keep_mask(x)
-
-
-def is_keep_mask(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.ndim > 1 and x.size > 0 and bool(((x == 0) | (x == x.max())).all())
-
-
-def lines(text: str, width: int, most: int) -> list[str]:
+def wrap_formula(text: str, width: int, most: int) -> list[str]:
     """A formula broken at its spaces, cut after `most` lines."""
     return textwrap.wrap(text, width, max_lines=most, placeholder=" …", break_on_hyphens=False)
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """A long text without its middle."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2 - 1) :]}"

@@ -1,9 +1,9 @@
-"""From DOT to SVG, PNG and PDF, by whichever Graphviz is there.
+"""DOT to SVG, PNG and PDF, by the first Graphviz that works.
 
-Two engines are known: the program `dot` on PATH, and the Python package pygraphviz, which brings Graphviz as a library.
-Both run as a process of their own, so that one that crashes or hangs does no harm. An engine is believed only after a
-look at the SVG that it makes: every box must be there, with its text. What fails falls through to the next engine with
-a warning; when none is left, one error says what was tried and what helps.
+There are two engines: the program `dot` on PATH, and the Python package pygraphviz, which contains Graphviz.
+Both run in a process of their own, so an engine that crashes or hangs does no harm. The SVG of an engine is validated
+before the engine is used: every box must be in it, with its text. If an engine fails, the next one is used, with a
+warning; if none is left, one error says what was tried and what helps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from xml.etree import ElementTree
 
 import graphviz  # type: ignore[import-untyped]
 
+__all__ = ["ENGINES", "FORMATS", "EngineFailedError", "NoEngineError", "render"]
+__all__ += ["make_cell", "make_page", "make_standalone"]
+
 FORMATS = ("svg", "png", "pdf")
 PNG_DPI = 144
 PROBE_SECONDS = 5.0
@@ -35,29 +38,27 @@ Command = Callable[[Path, dict[str, Path]], list[str]]  # of the DOT file and {f
 
 
 class NoEngineError(graphviz.ExecutableNotFound):
-    """No Graphviz that works was found. The DOT text needs none: `graph.dot`, `graph.save("x.dot")`."""
+    """No working Graphviz was found. `graph.dot` and `graph.save("x.dot")` need none."""
 
     def __init__(self, wanted: str, tried: Iterable[str]) -> None:
         RuntimeError.__init__(
             self,
-            f"cannot make {wanted}: no Graphviz that works was found ("
-            + "; ".join(tried)
-            + "). Any one of these helps:\n"
-            '  pip install "tinygrad_mha[render]"   brings Graphviz with it, as the package pygraphviz\n'
+            f"cannot make {wanted}: no working Graphviz was found (" + "; ".join(tried) + "). Any one of these helps:\n"
+            '  pip install "tinygrad_mha[render]"   contains Graphviz, as the package pygraphviz\n'
             "  your system's package manager: apt, dnf, brew, conda, winget or choco install graphviz\n"
             '  graph.save("x.dot") or graph.dot     needs no Graphviz; any DOT viewer shows it',
         )
 
 
 class EngineFailedError(Exception):
-    """Why one engine is not to be used."""
+    """The reason why one engine cannot be used."""
 
 
 def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") -> bytes:
-    """`dot` drawn as svg, png or pdf. `nodes` are the ids of the boxes that must be in the result.
+    """Draw `dot` as svg, png or pdf. `nodes` are the ids of the boxes that must be in the result.
 
     Raises:
-        NoEngineError: no engine is there that works (or not the one that was asked for).
+        NoEngineError: no engine works, or the one named by `engine` does not.
     """
     absent, broken = [], []
     for name, find in ENGINES.items():
@@ -68,7 +69,7 @@ def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") ->
             if command is None:
                 absent.append(f"{name} is not installed")
                 continue
-            image = run(command, dot, format, set(nodes))
+            image = run_engine(command, dot, format, set(nodes))
         except EngineFailedError as error:
             broken.append(f"{name} is not usable: {error}")
             continue
@@ -78,16 +79,16 @@ def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") ->
     raise NoEngineError(format.upper(), broken + absent)
 
 
-def run(command: Command, dot: str, format: str, nodes: set[str]) -> bytes:
-    """Let an engine draw into files, and look at what it drew. Files, because a pipe outlives a killed process."""
+def run_engine(command: Command, dot: str, format: str, nodes: set[str]) -> bytes:
+    """Let an engine draw into files, and validate its SVG. Not through a pipe, which outlives a killed process."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "graph.dot")
         source.write_text(dot, encoding="utf-8")
         outputs = {name: Path(folder, f"graph.{name}") for name in dict.fromkeys(("svg", format))}
         try:
-            said = call(command(source, outputs), LAYOUT_SECONDS)
-            problem = next((line for line in said.splitlines() if line.startswith("Error:")), None)
-            problem = problem or missing(outputs["svg"].read_text(encoding="utf-8"), nodes)
+            messages = call(command(source, outputs), LAYOUT_SECONDS)
+            problem = next((line for line in messages.splitlines() if line.startswith("Error:")), None)
+            problem = problem or find_lost_box(outputs["svg"].read_text(encoding="utf-8"), nodes)
             if problem:
                 raise EngineFailedError(problem)
             return outputs[format].read_bytes()
@@ -96,7 +97,7 @@ def run(command: Command, dot: str, format: str, nodes: set[str]) -> bytes:
 
 
 def call(command: list[str], seconds: float) -> str:
-    """Run a command; what it said on either channel. It must end in time, and with success."""
+    """Run a command and return its output on both channels. Raise if it fails or takes longer than `seconds`."""
     with tempfile.TemporaryFile() as channel:
         try:
             code = subprocess.run(
@@ -107,14 +108,14 @@ def call(command: list[str], seconds: float) -> str:
         except OSError as error:
             raise EngineFailedError(f"does not start ({error})") from error
         channel.seek(0)
-        said = channel.read().decode("utf-8", "replace")
+        messages = channel.read().decode("utf-8", "replace")
     if code:
-        raise EngineFailedError(f"ended with status {code}: {said.strip()[-300:] or 'no message'}")
-    return said
+        raise EngineFailedError(f"ended with status {code}: {messages.strip()[-300:] or 'no message'}")
+    return messages
 
 
-def missing(svg: str, nodes: set[str]) -> str | None:
-    """What is wrong with an SVG: a box that is not there, or whose label was lost, which leaves its id as the text."""
+def find_lost_box(svg: str, nodes: set[str]) -> str | None:
+    """What is wrong with an SVG: a missing box, or one whose label was lost, which leaves its id as its text."""
     found = set()
     for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
         if group.get("class") != "node":
@@ -135,7 +136,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def find_dot() -> Command | None:
-    """The program `dot` on PATH, if it answers."""
+    """The command for the program `dot` on PATH; None without it."""
     path = shutil.which("dot")
     if path is None:
         return None
@@ -152,7 +153,7 @@ def find_dot() -> Command | None:
 
 @functools.lru_cache
 def probe(path: str, changed: int) -> str | None:
-    """Why the program at `path` is no `dot`, or None. Asked once for each state of the file."""
+    """Why the program at `path` is not a working `dot`, or None. Cached for each state of the file."""
     try:
         return None if "graphviz" in call([path, "-V"], PROBE_SECONDS).lower() else "is not Graphviz"
     except EngineFailedError as error:
@@ -160,7 +161,7 @@ def probe(path: str, changed: int) -> str | None:
 
 
 def find_pygraphviz() -> Command | None:
-    """The package pygraphviz, in a Python of its own."""
+    """The command for the package pygraphviz, in a Python process of its own; None without it."""
     try:
         spec = importlib.util.find_spec("pygraphviz")
     except (ImportError, ValueError):
@@ -199,11 +200,11 @@ def dpi(outputs: dict[str, Path]) -> list[str]:
 FONTS = "Arial, Helvetica, 'Liberation Sans', sans-serif"
 
 
-def standalone(svg: str, title: str) -> str:
-    """The SVG of an engine as a file of its own: without what needs the network, and with ids of its own.
+def make_standalone(svg: str, title: str) -> str:
+    """The SVG of an engine as a complete file, without references to the network.
 
-    Ids carry a prefix made of the content, so that several pictures can be put into one page. What an engine writes as
-    a link, for the text under the pointer, becomes a title, which more viewers show and which nobody can click.
+    Ids get a prefix that is made from the content, so that several pictures can be part of one page. Engines write
+    tooltips as links; they become titles, which more viewers show.
     """
     prefix = f"g{sha256(svg.encode()).hexdigest()[:8]}_"
     svg = svg[svg.index("<svg") :]
@@ -214,16 +215,16 @@ def standalone(svg: str, title: str) -> str:
         r"(<g id=\"graph0\"[^>]*>\s*<title>).*?(</title>)", lambda m: m[1] + escape(title) + m[2], svg, count=1
     )
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + prefixed(svg, prefix)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + prefix_ids(svg, prefix)
 
 
-def prefixed(svg: str, prefix: str) -> str:
+def prefix_ids(svg: str, prefix: str) -> str:
     svg = re.sub(r'(<[^>]*?\s)id="', rf'\1id="{prefix}', svg)
     return svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
 
 
-def fitted(svg: str) -> str:
-    """A standalone SVG as part of a page: in its natural size, or as wide as there is room."""
+def fit_width(svg: str) -> str:
+    """A standalone SVG as part of a page: in its natural size, or as wide as the page if that is narrower."""
     svg = svg[svg.index("<svg") :]
     width = re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
@@ -231,20 +232,20 @@ def fitted(svg: str) -> str:
     return svg.replace("<svg ", f'<svg style="{natural}max-width:100%;height:auto;background:white" ', 1)
 
 
-displayed = itertools.count(1).__next__
+next_display = itertools.count(1).__next__
 
 
-def in_notebook(svg: str) -> str:
-    """A standalone SVG for one cell: it scrolls, and shown twice it has different ids."""
-    return f'<div style="overflow:auto;max-height:85vh">{prefixed(fitted(svg), f"n{displayed()}_")}</div>'
+def make_cell(svg: str) -> str:
+    """A standalone SVG for a notebook cell: it scrolls, and its ids differ each time it is shown."""
+    return f'<div style="overflow:auto;max-height:85vh">{prefix_ids(fit_width(svg), f"n{next_display()}_")}</div>'
 
 
-def page(svg: str, title: str) -> str:
-    """A page that shows an SVG and asks the network for nothing."""
+def make_page(svg: str, title: str) -> str:
+    """An HTML page that shows an SVG and loads nothing from the network."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width"></head>\n'
-        f'<body style="margin:1em;background:white">\n{fitted(svg)}\n</body></html>\n'
+        f'<body style="margin:1em;background:white">\n{fit_width(svg)}\n</body></html>\n'
     )

@@ -1,18 +1,23 @@
-"""The heat table: a small matrix as an HTML-like table of coloured cells, and the colours themselves.
+"""The heat table: a small matrix as an HTML-like table of coloured cells; its numbers, and the colours themselves.
 
 Values go from blue through light grey to orange, gradients from green to purple, both symmetric about 0; attention
-weights from grey to purple on the fixed scale 0 to 1. The pairs are those that people with red-green blindness tell
-apart. Zero is light grey, not white, so that a zero is seen as a cell. Colours grow a little faster than the numbers
-(power 0.8), which keeps small ones visible.
+weights go from grey to purple on the fixed scale 0 to 1. People with red-green blindness can tell the pairs apart. Zero
+is light grey, not white, so that the cell of a zero is visible. Colours grow a little faster than the numbers (power
+0.8), which keeps small ones visible.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
 
 from tinygrad_mha.viz.diagram.picture import Table
+
+__all__ = ["ABSENT", "COLOURS", "INK", "NOT_A_NUMBER", "PALETTES", "STEPS", "colour_of", "common_factor", "heat_table"]
+__all__ += ["largest_magnitude", "legend_bar", "shows_numbers", "write_factor", "write_value"]
 
 ZERO = (238, 240, 242)
 PALETTES = {  # the colours of the lowest value, of 0, and of the highest
@@ -23,30 +28,31 @@ PALETTES = {  # the colours of the lowest value, of 0, and of the highest
 INK, PAPER, ABSENT = "#1b1f24", "#ffffff", "#8c959f"
 NOT_A_NUMBER = "#1b1f24"
 
-CELL_SIDES = ((24, 11), (32, 9), (48, 7), (64, 5))  # rows or columns, and the points that a cell gets then
+CELL_SIDES = ((24, 11), (32, 9), (48, 7), (64, 5))  # (most rows or columns, points of a cell)
 STEPS = 64  # shades on each side of 0: more than an eye tells apart
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def heat_table(table: Table) -> str:
-    """The matrices of a tensor beside each other, four in a row, each cell one colour."""
-    most, size = scale(table.data), cell_size(table)
+    """The matrices of a tensor beside each other, four in a row."""
     if len(table.data) == 1:
-        return matrix(table.data[0], table, most, size)
-    panels = [f"<TD>{matrix(panel, table, most, size)}</TD>" for panel in table.data]
+        return draw_matrix(table.data[0], table)
+    panels = [f"<TD>{draw_matrix(panel, table)}</TD>" for panel in table.data]
     rows = "".join(f"<TR>{''.join(panels[i : i + 4])}</TR>" for i in range(0, len(panels), 4))
     return f'<TABLE ALIGN="LEFT" BORDER="0" CELLBORDER="0" CELLSPACING="3" CELLPADDING="0">{rows}</TABLE>'
 
 
-def matrix(data: np.ndarray, table: Table, most: float, size: tuple[int, int]) -> str:
-    """One matrix. `most` is the number that gets the strongest colour, `size` that of a cell."""
-    (rows, columns), (width, height) = data.shape, size
-    cell, numbers = f'<TD FIXEDSIZE="TRUE" WIDTH="{width}" HEIGHT="{height}" BGCOLOR=', shows_numbers(table)
+def draw_matrix(matrix: np.ndarray, table: Table) -> str:
+    """One matrix of a table; colours, numbers and cells are scaled for all of its matrices together."""
+    (rows, columns), (width, height) = matrix.shape, cell_size(table)
+    most, factor = largest_magnitude(table.data), common_factor(table.data)
+    cell = f'<TD FIXEDSIZE="TRUE" WIDTH="{width}" HEIGHT="{height}" BGCOLOR='
     body = []
-    for row in data.tolist():
+    for row in matrix.tolist():
         body.append("<TR>")
         for x in row:
-            colour, ink = shade(x, most, table.palette)
-            body.append(f'{cell}"{colour}">{inscription(x, ink, numbers, size)}</TD>')
+            colour, ink = colour_of(x, most, table.palette)
+            body.append(f'{cell}"{colour}">{cell_text(x, factor, ink, shows_numbers(table), (width, height))}</TD>')
         body.append("</TR>")
     extent = f'FIXEDSIZE="TRUE" WIDTH="{columns * (width + 1) + 1}" HEIGHT="{rows * (height + 1) + 1}"'
     look = 'BORDER="0" CELLBORDER="0" CELLSPACING="1" CELLPADDING="0"'
@@ -62,7 +68,8 @@ def cell_size(table: Table) -> tuple[int, int]:
     """Width and height of a cell: smaller for larger matrices, and lower in a second table."""
     rows, columns = table.data.shape[-2:]
     if max(rows, columns) <= 5:
-        longest = max((len(written(x)) for x in table.data.ravel().tolist()), default=1)
+        factor = common_factor(table.data)
+        longest = max((len(write_value(x, factor)) for x in table.data.ravel().tolist()), default=1)
         return (max(34, 6 * longest + 4), 17) if shows_numbers(table) else (34, 9)
     longest = max(rows, columns)
     side = next((points for most, points in CELL_SIDES if longest <= most), 3)
@@ -71,14 +78,68 @@ def cell_size(table: Table) -> tuple[int, int]:
     return side, side - 2 if table.second else side
 
 
-def scale(data: np.ndarray) -> float:
-    """The number that gets the strongest colour."""
+def cell_text(x: float, factor: int, ink: str, with_number: bool, size: tuple[int, int]) -> str:
+    """The text of a cell: the number if numbers are shown, otherwise only nan and infinities."""
+    finite = abs(x) < np.inf
+    if finite and not with_number:
+        return ""
+    if with_number or size[0] > 20:
+        text, points = write_value(x, factor), min(9, size[1] - 1)
+    else:
+        text, points = {"nan": "?", "∞": "∞", "−∞": "−"}[write_value(x)], max(5, size[1] - 2)
+    return f'<FONT COLOR="{ink}" POINT-SIZE="{points}">{text}</FONT>'
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def largest_magnitude(data: np.ndarray) -> float:
+    """The largest |x| of the finite elements, which gets the strongest colour."""
     finite = data[np.isfinite(data)] if data.dtype.kind == "f" else data
     return float(np.abs(finite).max()) if finite.size else 0.0
 
 
-def shade(x: float, most: float, palette: str) -> tuple[str, str]:
-    """The colour of a cell, and of the ink on it."""
+def common_factor(data: np.ndarray) -> int:
+    """The power of ten that is taken out of all numbers of a table: a multiple of 3, and 0 for ordinary numbers."""
+    most = largest_magnitude(data) if data.dtype.kind == "f" else 0.0
+    return 0 if most == 0 or 0.01 <= most < 1000 else max(3 * math.floor(math.log10(most) / 3), -300)
+
+
+def write_factor(factor: int) -> str:
+    """×10⁻³, or nothing for 10⁰."""
+    return f"×10{str(factor).translate(SUPERSCRIPTS)}" if factor else ""
+
+
+def write_value(x: float, factor: int = 0) -> str:
+    """A number less the power of ten `factor`, with two or three significant digits and a real minus sign.
+
+    Integers keep all of their digits, and so do numbers of up to 99999. An exact zero is 0.
+
+    Example:
+        >>> [write_value(x) for x in (0.0, -1.234, 0.0042, 1234.5, 3)], write_value(0.0042, -3)
+        (['0', '−1.23', '0.0042', '1234', '3'], '4.20')
+    """
+    if x != x or abs(x) == np.inf:
+        return "nan" if x != x else "∞" if x > 0 else "−∞"
+    if x == 0 or isinstance(x, (int, bool)):
+        return str(int(x)).replace("-", "−")
+    x = x / 10.0**factor
+    size = abs(x)
+    if 0.001 <= size < 99999.5:
+        decimals = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.0995 else 3 if size >= 0.00995 else 4
+        text = f"{x:.{decimals}f}"
+    else:
+        text = re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.1e}")
+    return text.replace("-", "−")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Colours
+
+
+def colour_of(x: float, most: float, palette: str) -> tuple[str, str]:
+    """The colour of a cell and that of its text. `most`: the number that gets the strongest colour."""
     if x != x or x == np.inf:
         return NOT_A_NUMBER, PAPER
     if x == -np.inf:
@@ -88,45 +149,19 @@ def shade(x: float, most: float, palette: str) -> tuple[str, str]:
     return COLOURS[palette][step if part >= 0 else -step]
 
 
-def mixed(low: tuple[int, ...], high: tuple[int, ...], part: float) -> tuple[str, str]:
-    """The colour between two others, and the ink that is read on it."""
+def mix(low: tuple[int, ...], high: tuple[int, ...], part: float) -> tuple[str, str]:
+    """A colour between two others, and a text colour that is legible on it."""
     r, g, b = (round(x + (y - x) * part) for x, y in zip(low, high, strict=True))
-    light = 0.299 * r + 0.587 * g + 0.114 * b
-    return f"#{r:02x}{g:02x}{b:02x}", INK if light >= 140 else PAPER
+    luminance = 0.299 * r + 0.587 * g + 0.114 * b
+    return f"#{r:02x}{g:02x}{b:02x}", INK if luminance >= 140 else PAPER
 
 
-def colours(low: Any, zero: Any, high: Any) -> dict[int, tuple[str, str]]:
-    up = {i: mixed(zero, high, i / STEPS) for i in range(STEPS + 1)}
-    return up | {-i: mixed(zero, low, i / STEPS) for i in range(1, STEPS + 1)}
+def make_shades(low: Any, zero: Any, high: Any) -> dict[int, tuple[str, str]]:
+    up = {i: mix(zero, high, i / STEPS) for i in range(STEPS + 1)}
+    return up | {-i: mix(zero, low, i / STEPS) for i in range(1, STEPS + 1)}
 
 
-COLOURS = {name: colours(*anchors) for name, anchors in PALETTES.items()}
-
-
-def inscription(x: float, ink: str, numbers: bool, size: tuple[int, int]) -> str:
-    """What is written in a cell: its number where numbers are shown, else only what is not finite."""
-    if numbers or size[0] > 20:
-        said, points = written(x), min(9, size[1] - 1)
-        if not numbers and abs(x) < np.inf:
-            return ""
-    elif abs(x) < np.inf:
-        return ""
-    else:
-        said, points = {"nan": "?", "∞": "∞", "−∞": "−"}[written(x)], max(5, size[1] - 2)
-    return f'<FONT COLOR="{ink}" POINT-SIZE="{points}">{said}</FONT>'
-
-
-def written(x: float) -> str:
-    """Two decimals for ordinary numbers, whole numbers as they are, a real minus sign."""
-    if x != x or abs(x) == np.inf:
-        return "nan" if x != x else "∞" if x > 0 else "−∞"
-    if isinstance(x, (int, bool)):
-        return str(int(x)).replace("-", "−")
-    if x == 0 or 0.005 <= abs(x) < 1000:
-        return f"{x:.2f}".replace("-", "−")
-    if abs(x) < 0.005:
-        return "0.00" if x > 0 else "−0.00"
-    return f"{x:.0e}".replace("e+0", "e").replace("e+", "e").replace("-", "−")
+COLOURS = {name: make_shades(*anchors) for name, anchors in PALETTES.items()}
 
 
 def legend_bar(palette: str, steps: int = 9) -> str:

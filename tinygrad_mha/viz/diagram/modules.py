@@ -1,248 +1,252 @@
-"""Where each value belongs: the tree of modules, which of them stay closed, and which are repetitions of another.
+"""Where each value belongs: the tree of frames, one for each module of the run, and which module owns which leaf.
 
-A place is one module in the run, or any entry that the user pushed with `engine.scope`. Nodes say in which place a
-computed value was made. A leaf is at home in the module that owns it; else in the innermost place that holds all of its
-users, so that W_Q1 stands inside of "head 1". Inputs come from outside and stay there.
+A node records in which modules it was made, so a computed value belongs to the innermost of them. A leaf belongs to the
+module that owns it. A parameter without a known owner belongs to the module that first uses it, or to the innermost
+frame that holds all of its users, so that W_Q1 stands in "head 1". Inputs stand outside of all modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
-
+from tinygrad_mha.nn.module import Module, walk
+from tinygrad_mha.primitives import Primitive
+from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.diagram.picture import Kind
-from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, SHAPE_ONLY, Value
+from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Run, Value
+from tinygrad_mha.viz.diagram.roles import decide_kind, weight_role
+
+__all__ = ["Frame", "Modules", "Pattern", "arrange_modules", "entry_key", "matches"]
 
 Pattern = str | Callable[[str], bool]
 
 
-class Place:
-    """A module of the run: its name, its class, what is in it, and how it shall be drawn."""
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A module of the run, or another entry that was pushed with `engine.scope`."""
 
-    def __init__(self, entry: Any, parent: Place | None) -> None:
-        self.entry = entry
-        self.name = str(getattr(entry, "name", entry))
-        self.kind = str(getattr(entry, "kind", ""))
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.path: str = f"{parent.path}.{self.name}" if parent is not None and parent.path else self.name
-        self.children: list[Place] = []
-        self.values: list[Value] = []  # at home right here, in the order of the run
-        self.closed = False
-        self.twin: Place | None = None  # in the backward half: the place whose gradients are here
-        self.run: list[Place] = [self]  # neighbours that compute the same; only the first of them is drawn
+    entry: Any
+    parent: Frame | None
+    forward: Frame | None = None  # in the backward pass: the frame whose gradients are in here
 
     @property
-    def module(self) -> Any:
-        """The module itself, or None where it lives no longer, or never was one."""
-        reference = getattr(self.entry, "module", None)
-        return reference() if reference is not None else None
+    def name(self) -> str:
+        return str(getattr(self.entry, "name", self.entry))
 
-    def inside(self) -> Iterable[Place]:
-        """This place and all places in it, outer ones first."""
-        stack = [self]
-        while stack:
-            place = stack.pop()
-            yield place
-            stack.extend(reversed(place.children))
+    @property
+    def is_module(self) -> bool:
+        return hasattr(self.entry, "module")
 
-    def contents(self) -> list[Value]:
-        """All values in here, place by place."""
-        return [value for place in self.inside() for value in place.values]
+    @property
+    def kind(self) -> str:
+        """The class of a module; "" for other entries."""
+        return str(self.entry.kind) if self.is_module else ""
 
-    def outward(self) -> Iterable[Place]:
-        """This place and all places around it, inner ones first."""
-        place: Place | None = self
-        while place is not None:
-            yield place
-            place = place.parent
+    @property
+    def notation(self) -> str | None:
+        """How formulas write the module: "dropout" for dropout(x)."""
+        return getattr(self.entry, "notation", None)
 
-    def matches(self, patterns: Sequence[Pattern]) -> bool:
-        """Whether one of the patterns means this place: its path from any module down, its class, or a predicate."""
-        if self.parent is None:
-            return False
-        steps = [place.path for place in self.outward() if place.parent is not None]
-        paths = [self.path, *(self.path[len(outer) + 1 :] for outer in steps[1:])]
+    @property
+    def is_attention(self) -> bool:
+        """Whether a module, or a primitive that is drawn as its composition, says that it computes attention."""
+        if isinstance(self.entry, Primitive):
+            return self.entry.kind == "attention"
+        return getattr(self.entry, "is_attention", False)
 
-        def means(pattern: Pattern) -> bool:
-            if callable(pattern):
-                return bool(pattern(self.path))
-            return pattern == self.kind or any(pattern == path or fnmatchcase(path, pattern) for path in paths)
+    @property
+    def module(self) -> Module | None:
+        """The module; None if it was freed or the entry is not a module."""
+        return self.entry.module() if self.is_module else None
 
-        return any(map(means, patterns))
+    @property
+    def path(self) -> str:
+        return ".".join(frame.name for frame in reversed(list(self.enclosing())) if frame.name)
+
+    @property
+    def depth(self) -> int:
+        return len(list(self.enclosing())) - 1
+
+    def enclosing(self) -> Iterable[Frame]:
+        """This frame and all frames around it, inner ones first."""
+        frame: Frame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame.parent
 
 
-def plant(values: Sequence[Value], kinds: dict[Value, Kind]) -> tuple[Place, dict[Value, Place], dict[Value, str]]:
-    """The tree of places, the home of each value, and the names that modules have for their parameters.
+@dataclass(frozen=True)
+class Modules:
+    """The frames of a run and what belongs to them.
 
-    What a module uses and does not own was given to it: such leaves become inputs in `kinds`.
+    Attributes:
+        root: the frame around everything, which is not drawn.
+        children: the frames directly inside of each frame, in the order of the run.
+        members: the values that belong directly to each frame, in the order of the run.
+        frame_of: the frame that each value belongs to.
+        kinds: what each value is.
+        names: the names that modules have for the leaves that they own.
+        parameters: a line about the parameters of each frame: how many, or to which module they are tied.
     """
-    root, known, home = Place("", None), {}, {}
-    twins: dict[Place, Place] = {}  # from the forward half to the backward half
 
-    def step(place: Place, entry: Any) -> Place:
-        key = (place, identity(entry))
-        if key not in known:
-            known[key] = Place(entry, place)
-            place.children.append(known[key])
-        return known[key]
+    root: Frame
+    children: dict[Frame, list[Frame]]
+    members: dict[Frame, list[Value]]
+    frame_of: dict[Value, Frame]
+    kinds: dict[Value, Kind]
+    names: dict[Value, str]
+    parameters: dict[Frame, str]
 
-    for value in values:
-        if value.backward and not twins:
-            twins |= mirror(root, step)
-        home[value] = root
-        for entry in value.scope:
-            home[value] = step(home[value], entry)
-    names = house_leaves(values, kinds, root, home)
-    for value in values:
-        if value.backward and value.gradient_of:
-            home[value] = twins[home[value.gradient_of[0]]]
-    for value in values:
-        home[value].values.append(value)
-    return root, home, names
+    def inside(self, frame: Frame) -> list[Frame]:
+        """The frame and all frames in it, outer ones first."""
+        return list_inside(self.children, frame)
+
+    def contents(self, frame: Frame) -> list[Value]:
+        """All values in a frame, frame by frame."""
+        return [value for inner in self.inside(frame) for value in self.members[inner]]
 
 
-def house_leaves(
-    values: Sequence[Value], kinds: dict[Value, Kind], root: Place, home: dict[Value, Place]
-) -> dict[Value, str]:
-    """Give each leaf a home, and those that a module owns the name that they have there."""
-    owners, given_at = owned_by_modules(root), entrance(values, root, home)
-    names = {}
-    for value in values:
-        if value.op is not None or not value.users:
-            continue
-        if id(value.tensor) in owners:
-            home[value], names[value] = owners[id(value.tensor)]
-            continue
-        home[value] = around([home[user] for user in value.users if user.backward == value.backward])
-        used_by_a_module = any(place.module is not None for place in home[value].outward())
-        if used_by_a_module and not value.backward and (value.name or "")[:1] not in ("W", "w"):
-            kinds[value] = "input"
-        if kinds[value] == "input":
-            home[value] = given_at
-    return names
+@dataclass
+class FrameTree:
+    """The frames that were entered so far."""
+
+    root: Frame = field(default_factory=lambda: Frame("", None))
+    children: dict[Frame, list[Frame]] = field(default_factory=dict)
+    known: dict[Any, Frame] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.children[self.root] = []
+
+    def enter(self, parent: Frame, entry: Any, forward: Frame | None = None) -> Frame:
+        key = (parent, entry_key(entry))
+        if key not in self.known:
+            frame = self.known[key] = Frame(entry, parent, forward)
+            self.children[parent].append(frame)
+            self.children[frame] = []
+        return self.known[key]
+
+    def enter_all(self, scope: Sequence[Any]) -> Frame:
+        frame = self.root
+        for entry in scope:
+            frame = self.enter(frame, entry)
+        return frame
 
 
-def entrance(values: Sequence[Value], root: Place, home: dict[Value, Place]) -> Place:
-    """Where inputs stand: outside of all modules, unless one module is the frame of the whole picture."""
-    place = root.children[0] if root.children and root.children[0].name == FORWARD else root
-    whole = len(place.children) == 1 and not any(v.op and home[v] is place for v in values)
-    return place.children[0] if whole and place.children[0].kind else place
+def arrange_modules(run: Run) -> Modules:
+    """Build the tree of frames, and decide what each value is and where it belongs."""
+    tree = FrameTree()
+    frame_of = {value: tree.enter_all(value.scope) for value in run.values if not value.backward}
+    owners = find_owners(list_inside(tree.children, tree.root))
+    names = {value: owners[id(value.tensor)][1] for value in run.values if id(value.tensor) in owners}
+    kinds = {value: decide_kind(run, value, names, frame_of) for value in run.values}
+    entrance = find_entrance(tree, frame_of)
+    for value in run.values:
+        if value.op is None and not value.backward and run.users[value]:
+            frame_of[value] = owners[id(value.tensor)][0] if value in names else place_leaf(run, value, kinds, frame_of)
+            if kinds[value] == "input":
+                frame_of[value] = entrance
+    if run.has_backward:
+        mirrored = mirror_forward(tree)
+        for value in run.values:
+            if value.backward:
+                of = value.gradient_of
+                frame_of[value] = mirrored[frame_of[of[0]]] if of else tree.enter_all(value.scope)
+    members: dict[Frame, list[Value]] = {frame: [] for frame in tree.children}
+    for value in run.values:
+        members[frame_of[value]].append(value)
+    modules = Modules(tree.root, tree.children, members, frame_of, kinds, names, {})
+    return replace(modules, parameters={frame: describe_parameters(modules, frame) for frame in tree.children})
 
 
-def identity(entry: Any) -> tuple[str, int]:
-    """What makes an entry of a scope the same place: name and module. The reference to a module outlives it."""
+def list_inside(children: dict[Frame, list[Frame]], frame: Frame) -> list[Frame]:
+    """A frame and all frames in it, outer ones first."""
+    found, stack = [], [frame]
+    while stack:
+        frame = stack.pop()
+        found.append(frame)
+        stack.extend(reversed(children[frame]))
+    return found
+
+
+def entry_key(entry: Any) -> tuple[str, int]:
+    """What makes two scope entries the same frame: name and module. The weak reference outlives its module."""
     return str(getattr(entry, "name", entry)), id(getattr(entry, "module", None))
 
 
-def owned_by_modules(root: Place) -> dict[int, tuple[Place, str]]:
-    """For each parameter of a module in the run, by identity: the innermost place that has it, and its name there.
+def find_owners(frames: Sequence[Frame]) -> dict[int, tuple[Frame, str]]:
+    """For each leaf tensor that a living module of the run holds, by id: the innermost such frame, and its name there.
 
-    One that two modules share belongs to the first of them.
+    A leaf that two modules share belongs to the first of them.
     """
-    owners: dict[int, tuple[Place, str]] = {}
-    for place in root.inside():
-        own = getattr(place.module, "named_parameters", list)
-        for name, parameter in own():
-            known = owners.get(id(parameter))
-            if known is None or known[0] in place.outward():
-                owners[id(parameter)] = place, name
+    owners: dict[int, tuple[Frame, str]] = {}
+    for frame in frames:
+        for name, tensor in walk(frame.module):
+            if isinstance(tensor, Tensor) and tensor.node is None:
+                known = owners.get(id(tensor))
+                if known is None or (known[0] is not frame and known[0] in frame.enclosing()):
+                    owners[id(tensor)] = frame, name
     return owners
 
 
-def mirror(root: Place, step: Callable[[Place, Any], Place]) -> dict[Place, Place]:
-    """Build the backward half of the tree like the forward half: gradients live where their values do."""
-    half = root.children[0]
-    twins = {root: root, half: step(root, BACKWARD)}
-    for place in half.inside():
-        if place is not half and place.parent is not None:
-            twins[place] = step(twins[place.parent], place.entry)
-            twins[place].twin = place
-    return twins
-
-
-def around(places: Sequence[Place]) -> Place:
-    """The innermost place that holds all of these."""
-    common = list(places[0].outward())
-    for place in places[1:]:
-        ways_out = set(place.outward())
-        common = [p for p in common if p in ways_out]
+def place_leaf(run: Run, leaf: Value, kinds: dict[Value, Kind], frame_of: dict[Value, Frame]) -> Frame:
+    """The frame of a leaf without a known owner."""
+    users = run.users[leaf]
+    for user in users:
+        if kinds[leaf] == "parameter" and frame_of[user].is_module and weight_role(leaf, user):
+            return frame_of[user]
+    common = list(frame_of[users[0]].enclosing())
+    for user in users[1:]:
+        around = set(frame_of[user].enclosing())
+        common = [frame for frame in common if frame in around]
     return common[0]
 
 
-def close(root: Place, depth: int | None, collapse: Sequence[Pattern], expand: Sequence[Pattern]) -> None:
-    """Close what lies deeper than `depth` and what `collapse` means, except for what leads to what `expand` means.
-
-    With a `depth`, a module that is a single operation is one box at any depth: its parameters are a detail.
-    """
-    wanted = {outer for place in root.inside() if place.matches(expand) for outer in place.outward()}
-    for place in root.inside():
-        computed = [v for v in place.contents() if v.op is not None and v.op.name not in SHAPE_ONLY]
-        single = place.kind and len(computed) == 1
-        too_deep = depth is not None and (place.depth > depth or single)
-        place.closed = place.parent is not None and place not in wanted and (too_deep or place.matches(collapse))
-        if place.twin is not None:
-            place.closed = place.twin.closed
+def find_entrance(tree: FrameTree, frame_of: dict[Value, Frame]) -> Frame:
+    """Where inputs stand: outside of all modules, unless one module is the frame of the whole picture."""
+    outermost = tree.children[tree.root]
+    frame = outermost[0] if outermost and outermost[0].entry == FORWARD else tree.root
+    inner = tree.children[frame]
+    computes = any(value.op is not None and frame_of[value] is frame for value in frame_of)
+    return inner[0] if len(inner) == 1 and inner[0].is_module and not computes else frame
 
 
-def repetitions(root: Place, expand: Sequence[Pattern], least: int = 3) -> dict[Value, Value]:
-    """Find neighbours that compute the same, keep the first of each run, and say which value of it stands for which.
-
-    Blocks of a network one after the other are neighbours, and so are heads side by side. The places that are not
-    kept are taken out of the tree.
-    """
-    stands_for: dict[Value, Value] = {}
-    stack = [root]
-    while stack:
-        parent = stack.pop()
-        runs: list[list[Place]] = []
-        shapes: list[Any] = []
-        for place in parent.children:
-            opened = tuple(p.matches(expand) for p in place.inside())
-            shape = object() if opened[0] else (place.kind, opened, fingerprint(place))
-            if shapes and shapes[-1] == shape:
-                runs[-1].append(place)
-            else:
-                runs.append([place])
-                shapes.append(shape)
-        parent.children = []
-        for run in runs:
-            if len(run) < least:
-                parent.children += run
-                continue
-            first = run[0]
-            first.run = run
-            parent.children.append(first)
-            for other in run[1:]:
-                other.run = run
-                stands_for |= dict(zip(other.contents(), first.contents(), strict=True))
-        stack += parent.children
-    return stands_for
+def mirror_forward(tree: FrameTree) -> dict[Frame, Frame]:
+    """Build the backward half of the tree like the forward half: gradients are framed like their values."""
+    half = tree.children[tree.root][0]
+    mirrored = {tree.root: tree.root, half: tree.enter(tree.root, BACKWARD)}
+    for frame in list_inside(tree.children, half)[1:]:
+        assert frame.parent is not None
+        mirrored[frame] = tree.enter(mirrored[frame.parent], frame.entry, frame)
+    return mirrored
 
 
-def fingerprint(place: Place) -> tuple[Any, ...]:
-    """What a place computes, apart from names and numbers: operations, shapes, and who reads from whom."""
-    contents = place.contents()
-    index: dict[Value, Any] = {value: i for i, value in enumerate(contents)}
+def describe_parameters(modules: Modules, frame: Frame) -> str:
+    """How many numbers the parameters in a frame hold, or to which module they are tied; "" if there are none."""
+    contents = modules.contents(frame)
+    if frame.parent is None or frame.entry in (FORWARD, BACKWARD) or any(value.backward for value in contents):
+        return ""
+    n = sum(v.array.size for v in contents if v.op is None and modules.kinds[v] == "parameter")
+    if n or not frame.is_module:
+        return f"{n:,} parameter{'s' * (n != 1)}" if n else ""
+    used = (modules.frame_of[s] for v in contents for s in v.sources if modules.kinds[s] == "parameter")
+    around = set(frame.enclosing())
+    return next((f"tied to {owner.name}" for owner in used if owner not in around), "")
 
-    def option(item: tuple[str, Any]) -> Any:
-        return item[0], np.shape(item[1]) if isinstance(item[1], np.ndarray) else str(item[1])
 
-    def operand(x: Any) -> Any:
-        if isinstance(x, Value):
-            return index.setdefault(x, ("from outside", len(index)))
-        return np.shape(x) or x
-
-    return tuple(
-        (
-            value.op.name if value.op else "leaf",
-            value.array.shape,
-            value.array.dtype.str,
-            () if value.op and value.op.name == "getitem" else tuple(map(option, value.kwargs.items())),
-            tuple(map(operand, value.inputs)),
-        )
-        for value in contents
-    )
+def matches(frame: Frame, patterns: Sequence[Pattern]) -> bool:
+    """Whether a pattern means this frame: its path from any enclosing module down, its class, or a predicate."""
+    if frame.parent is None:
+        return False
+    path = frame.path
+    names = [outer.path for outer in frame.enclosing() if outer.parent is not None]
+    paths = [path, *(path[len(outer) + 1 :] for outer in names[1:])]
+    for pattern in patterns:
+        if callable(pattern):
+            if pattern(path):
+                return True
+        elif pattern == frame.kind or any(pattern == p or fnmatchcase(p, pattern) for p in paths):
+            return True
+    return False

@@ -1,14 +1,17 @@
-"""A run as the drawer sees it: each value once, with what it was made from and who used it.
+"""What a run did: every value once, with the operation that made it and the values that it was made from.
 
-Drawing wants three things that a tensor's node does not say: the users of a value, the inside of a fused primitive,
-and the computation of the gradients. All three are found here, so that everything after this file reads `Value`s only.
+A node of a tensor does not say who uses the tensor, what is inside of a fused primitive, or how its gradient is
+computed. This file collects all three. The rest of the package works on `Run` and `Value` and never on tensors.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,114 +21,200 @@ from tinygrad_mha.notation import is_range
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
 
-FORWARD, BACKWARD = "forward", "backward"  # the two halves of a picture that has both
-SHAPE_ONLY = {"transpose", "reshape", "broadcast_to", "cast", "getitem"}
-DATA_ARGUMENTS = {"matmul", "linear", "einsum", "take", "cross_entropy"}
+__all__ = ["BACKWARD", "DATA_ROLES", "FORWARD", "RESHAPING", "Run", "Value", "record_backward", "record_forward"]
+
+FORWARD, BACKWARD = "forward", "backward"  # the outermost frames of a picture that shows both passes
+RESHAPING = ("movement", "index")  # kinds of primitives that rearrange or select numbers and compute none
+DATA_ROLES = ("data", "weight", "bias", "ids", "targets")  # a plain array in one of these roles is drawn
 
 
+@dataclass(slots=True, eq=False)
 class Value:
-    """One tensor, or one array of data that an operation was given: what made it, from what, and who used it."""
+    """A tensor, or a plain array that an operation was given: what made it, and from what."""
 
-    __slots__ = (
-        "array",
-        "backward",
-        "gradient",
-        "gradient_of",
-        "inputs",
-        "kwargs",
-        "name",
-        "op",
-        "scope",
-        "tensor",
-        "users",
-        "wants",
-    )
-
-    def __init__(self, array: np.ndarray, name: str | None, tensor: Tensor | None = None) -> None:
-        self.array = array
-        self.name = name
-        self.tensor = tensor
-        self.wants = tensor is not None and tensor.requires_grad
-        self.gradient = None if tensor is None else tensor.grad
-        self.backward = False  # whether it was computed by a backward that is part of the picture
-        self.gradient_of: list[Value] = []  # then: the values whose gradient this is
-        self.op: Primitive | None = None
-        self.inputs: tuple[Any, ...] = ()  # Values, and constants as the operation saw them
-        self.kwargs: dict[str, Any] = {}
-        self.scope: tuple[Any, ...] = ()
-        self.users: list[Value] = []  # one entry per use: `x * x` uses x twice
+    array: np.ndarray
+    name: str | None
+    tensor: Tensor | None = None
+    gradient: np.ndarray | None = None
+    op: Primitive | None = None  # None for a leaf
+    inputs: tuple[Any, ...] = ()  # Values, and constants as the operation saw them
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    scope: tuple[Any, ...] = ()
+    backward: bool = False  # computed by the backward pass that is part of the picture
+    gradient_of: list[Value] = field(default_factory=list)  # the forward values whose gradient this is
+    rule_of: Primitive | None = None  # in the backward pass: the primitive whose derivative rule computed this
 
     @property
     def sources(self) -> list[Value]:
         """The inputs that are values, not constants."""
-        return [x for x in self.inputs if x.__class__ is Value]
+        return [x for x in self.inputs if isinstance(x, Value)]
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.tensor is not None and self.tensor.requires_grad
+
+    def has_kind(self, *kinds: str) -> bool:
+        """Whether an operation of one of these kinds made the value."""
+        return self.op is not None and self.op.kind in kinds
 
 
-def trace(roots: Iterable[Tensor], opened: Callable[[str], bool] = lambda op: False) -> dict[int, Value]:
-    """Everything that `roots` were made from, by the identity of its tensor, inputs first, in the order of the run.
+@dataclass(frozen=True)
+class Run:
+    """All values of a run in the order of the computation, inputs before what is made from them.
 
-    Fused primitives for whose name `opened` answers yes are replaced by what they are composed of.
+    Attributes:
+        roots: the values that are drawn as outputs.
+        users: for each value, the values of the same pass that were made from it; twice in `x * x`.
+        position: the index of each value in `values`.
     """
-    values: dict[int, Value] = {}
+
+    values: Sequence[Value]
+    roots: Sequence[Value]
+    users: dict[Value, list[Value]]
+    position: dict[Value, int]
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return any(value.backward for value in self.values)
+
+    @cached_property
+    def records_gradients(self) -> bool:
+        """False if nodes were recorded only to be drawn: then no gradient flows, though parameters require grad."""
+        return any(v.requires_grad and (v.op is not None or v.gradient is not None) for v in self.values)
+
+
+class Rule(NamedTuple):
+    """The scope entry of nodes that a derivative rule makes."""
+
+    op: Primitive
+
+
+def record_forward(roots: Iterable[Tensor], opens: Callable[[Primitive], bool] = lambda op: False) -> Run:
+    """The run that made `roots`. A fused primitive for which `opens` is true is replaced by its composition."""
+    roots = list(roots)
+    values = collect(roots, opens)
+    return as_run(values, roots)
+
+
+def record_backward(y: Tensor) -> Run:
+    """The run that made `y`, followed by the run that computes its gradients, recorded as `create_graph` does.
+
+    FORWARD and BACKWARD are the outermost scope entries. What a derivative rule computes is in the scope of the node
+    that the rule belongs to.
+
+    Raises:
+        ValueError: `y` does not require grad, or has several elements and no gradient yet.
+    """
+    if not y.requires_grad:
+        raise ValueError("backward=True needs an output that requires grad; this one was made from constants only")
+    if y.grad is None and y.size != 1:
+        raise ValueError(
+            f"backward=True needs the gradient of an output of shape {y.shape}: call backward(grad) first, "
+            f"or draw a scalar"
+        )
+    seed = Tensor(np.ones_like(y.numpy()) if y.grad is None else y.grad)
+    start = engine.tick()
+
+    def sweep() -> list[tuple[Tensor, Tensor]]:
+        pairs = []
+        STATE.set(State(grad=True, record=True))
+        for value, gradient in engine.sweep(y, seed, differentiable=True):
+            pairs.append((value, gradient))
+            scope = (*value.node.scope, Rule(value.node.op)) if value.node else ()
+            STATE.set(State(grad=True, record=True, scope=scope))
+        return pairs
+
+    pairs = contextvars.copy_context().run(sweep)
+    roots = [y, *(gradient for _, gradient in pairs)]
+    values = collect(roots, backward_after=start)
+    for value in values.values():
+        value.scope = (BACKWARD if value.backward else FORWARD, *value.scope)
+    for tensor, gradient in pairs:
+        values[id(gradient)].gradient_of.append(values[id(tensor)])
+    return as_run(values, [y])
+
+
+def as_run(values: dict[Any, Value], roots: Sequence[Tensor]) -> Run:
+    ordered = list(values.values())
+    users: dict[Value, list[Value]] = {value: [] for value in ordered}
+    for value in ordered:
+        for source in value.sources:
+            if source.backward == value.backward:
+                users[source].append(value)
+    position = {value: i for i, value in enumerate(ordered)}
+    return Run(ordered, [values[id(root)] for root in roots], users, position)
+
+
+def collect(
+    roots: Sequence[Tensor], opens: Callable[[Primitive], bool] = lambda op: False, backward_after: float = math.inf
+) -> dict[Any, Value]:
+    """The values that `roots` were made from. A tensor is found under its id, in the order of the run.
+
+    Values made after the time `backward_after`, and leaves first used by them, belong to the backward pass.
+    """
+    values: dict[Any, Value] = {}
     for tensor in engine.toposort(roots, everything=True):
-        if tensor.node is None:
-            continue  # a leaf stands in front of its first user
         node, gradients = tensor.node, {id(tensor): tensor.grad}
-        if node.op.composition is not None and opened(node.op.name):
-            *inner, last = composed_again(tensor, gradients)
+        if node is None:
+            continue  # a leaf is added before its first user
+        backward = node.stamp > backward_after
+        if node.op.composition is not None and opens(node.op):
+            *inner, last = run_composition(tensor, gradients)
             for step in inner:
-                enter(values, step, step.node, gradients.get(id(step)))
+                add_computed(values, step, step.node, gradients.get(id(step)), backward)
             node = last.node
-        enter(values, tensor, node, gradients.get(id(tensor)))
-    for root in roots:
-        values.setdefault(id(root), Value(root.numpy(), root.name, root))
+        add_computed(values, tensor, node, gradients.get(id(tensor)), backward)
+    for i, root in enumerate(roots):
+        if id(root) not in values:
+            values[id(root)] = Value(
+                root.numpy(), root.name, root, root.grad, backward=i > 0 and backward_after < math.inf
+            )
     return values
 
 
-def enter(values: dict[int, Value], tensor: Tensor, node: Any, gradient: np.ndarray | None) -> None:
-    """Add a computed tensor to `values`, after the leaves and the data that it is the first to use."""
-    value = Value(tensor.numpy(), tensor.name, tensor)
-    value.op, value.kwargs, value.scope, value.gradient = node.op, node.kwargs, node.scope, gradient
-    inputs = []
+def add_computed(
+    values: dict[Any, Value], tensor: Tensor, node: Any, gradient: np.ndarray | None, backward: bool
+) -> None:
+    """Add a computed tensor to `values`, after the leaves and the plain arrays that it is the first to use."""
+    inputs: list[Any] = []
     for i, (x, array) in enumerate(zip(node.inputs, node.arrays, strict=True)):
         if isinstance(x, Tensor):
             if id(x) not in values:
-                values[id(x)] = Value(x.numpy(), x.name, x)
+                values[id(x)] = Value(x.numpy(), x.name, x, x.grad, backward=backward)
+            inputs.append(values[id(x)])
         elif is_data(node.op, i, array):
-            if id(x) not in values:
-                values[id(x)] = Value(np.asarray(array), data_name(node.op, i))
+            # The node holds a copy. An array that its owner has refilled since is another input.
+            key = (id(x), array.shape, array.dtype.str, array.tobytes())
+            if key not in values:
+                role = node.op.role(i)
+                name = node.op.argument(i) if role in ("ids", "targets") else None
+                values[key] = Value(np.asarray(array), name, backward=backward)
+            inputs.append(values[key])
         else:
             inputs.append(array)
-            continue
-        inputs.append(values[id(x)])
-        values[id(x)].users.append(value)
-    value.inputs = tuple(inputs)
-    values[id(tensor)] = value
+    scope, rule_of = node.scope, None
+    if scope and isinstance(scope[-1], Rule):
+        scope, rule_of = scope[:-1], scope[-1].op
+    values[id(tensor)] = Value(
+        tensor.numpy(), tensor.name, tensor, gradient, node.op, tuple(inputs), node.kwargs, scope, backward, [], rule_of
+    )
 
 
 def is_data(op: Primitive, i: int, array: Any) -> bool:
-    """Whether a plain array is something that the network was given, and not a constant of its formula.
+    """Whether a plain array is drawn as an input. Otherwise it is a constant, which the formula names.
 
-    Constants are not drawn: numbers, masks, what is added or multiplied element by element. What is left are the
-    factors of products and the integers of lookups and losses; but positions 0, 1, 2 ... are a constant again.
+    The role that the primitive declares for the argument decides. Integers that count up by one, such as positions,
+    are written in the formula as 0…4, which loses nothing.
     """
     if not isinstance(array, np.ndarray) or array.ndim == 0 or array.dtype.kind == "b":
         return False
-    if op.name == "attention":
-        return i < 3
-    return op.name in DATA_ARGUMENTS and not (op.name == "take" and is_range(array))
+    return op.role(i) in DATA_ROLES and not (op.role(i) == "ids" and is_range(array))
 
 
-def data_name(op: Primitive, i: int) -> str | None:
-    argument = op.argument(i)
-    return argument if argument in ("ids", "targets") else None
+def run_composition(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
+    """Run the composition of the fused primitive that made `tensor`, on the same operands: its steps, the result last.
 
-
-def composed_again(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
-    """What a fused primitive is composed of: its steps, the last of which equals `tensor`.
-
-    The composition is run once more on the same operands. The gradient of `tensor`, if it has one, is sent back through
-    the steps, and what each of them receives is added to `gradients`.
+    If `tensor` has a gradient, it is propagated through the steps, and the gradient of each is added to `gradients`.
     """
     node = tensor.node
     assert node is not None
@@ -134,48 +223,11 @@ def composed_again(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
     operands = [x if isinstance(x, Tensor) else a for x, a in zip(node.inputs, node.arrays, strict=True)]
 
     def run() -> Any:
-        STATE.set(State(grad=tensor.requires_grad, record=True, scope=(*node.scope, node.op.name)))
+        STATE.set(State(grad=tensor.requires_grad, record=True, scope=(*node.scope, node.op)))
         return composition(*operands, **node.kwargs)
 
     start = engine.tick()
-    again = contextvars.copy_context().run(run)
-    if tensor.grad is not None and again.requires_grad:
-        gradients |= {id(t): g for t, g in engine.sweep(again, tensor.grad, newer_than=start)}
-    return [t for t in engine.toposort([again], newer_than=start, everything=True) if t.node is not None]
-
-
-def trace_backward(y: Tensor) -> dict[int, Value]:
-    """The run behind `y`, followed by the run that computes its gradients, as `create_graph` records it.
-
-    The two halves are the outermost scopes; what is computed while a gradient passes through a node
-    belongs to the scope of that node.
-
-    Raises:
-        ValueError: `y` needs no gradient, or has several elements and no gradient yet.
-    """
-    if not y.requires_grad:
-        raise ValueError("backward=True wants an output that requires grad; this one was made from constants only")
-    if y.grad is None and y.size != 1:
-        raise ValueError(
-            f"backward=True of an output of shape {y.shape} wants to know its gradient: call backward(grad) first, "
-            f"or draw a scalar"
-        )
-    seed = Tensor(np.ones_like(y.numpy()) if y.grad is None else y.grad)
-
-    def run() -> list[tuple[Tensor, Tensor]]:
-        found = []
-        STATE.set(State(grad=True, record=True))
-        for value, g in engine.sweep(y, seed, differentiable=True):
-            found.append((value, g))
-            STATE.set(State(grad=True, record=True, scope=value.node.scope if value.node else ()))
-        return found
-
-    forward = trace([y])
-    pairs = contextvars.copy_context().run(run)
-    both = trace([y, *(g for _, g in pairs)])
-    for key, value in both.items():
-        value.backward = key not in forward
-        value.scope = (BACKWARD if value.backward else FORWARD, *value.scope)
-    for tensor, g in pairs:
-        both[id(g)].gradient_of.append(both[id(tensor)])
-    return both
+    result = contextvars.copy_context().run(run)
+    if tensor.grad is not None and result.requires_grad:
+        gradients |= {id(t): g for t, g in engine.sweep(result, tensor.grad, newer_than=start)}
+    return [t for t in engine.toposort([result], newer_than=start, everything=True) if t.node is not None]

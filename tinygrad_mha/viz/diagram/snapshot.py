@@ -1,8 +1,8 @@
-"""tg.graph: the picture of a computation, and tg.graph_diff: two of them with their differences.
+"""tg.graph, the picture of a computation, and tg.graph_diff, two of them with their differences marked.
 
-From tensors to a file there are five steps, each a file of its own: `trace` reads the run, `draft` decides what gets a
-box (with `places`, the modules), `compose` what is written in it (with `naming`, `formula`), `dot` writes the picture
-as text (with `heat`), and `render` lets Graphviz draw it. This file is the door.
+The steps from tensors to a file, each in a module of its own: `record` reads the run, `modules` and `roles` say where
+each value belongs and what it is, `fold` decides what gets a box, `labels` and `formulas` what is written in it,
+`contents` makes the picture as plain data, `dot` and `heat` write it as text, `graphviz_engines` lets Graphviz draw it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -18,31 +19,31 @@ from typing import Any
 from tinygrad_mha.engine import Node, toposort
 from tinygrad_mha.files.safetensors import replacing
 from tinygrad_mha.tensors import Tensor
-from tinygrad_mha.viz.diagram import graphviz_engines as render
-from tinygrad_mha.viz.diagram.contents import compose
-from tinygrad_mha.viz.diagram.diff import compared
+from tinygrad_mha.viz.diagram import graphviz_engines as engines
+from tinygrad_mha.viz.diagram.contents import compose_picture
+from tinygrad_mha.viz.diagram.diff import compare_pictures
 from tinygrad_mha.viz.diagram.dot import fit, to_dot
-from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Draft, Options
-from tinygrad_mha.viz.diagram.labels import titles_of
-from tinygrad_mha.viz.diagram.modules import Pattern, identity
+from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Layout, Options, make_layout
+from tinygrad_mha.viz.diagram.labels import choose_titles
+from tinygrad_mha.viz.diagram.modules import Modules, Pattern, arrange_modules, entry_key, matches
 from tinygrad_mha.viz.diagram.picture import Picture
-from tinygrad_mha.viz.diagram.record import SHAPE_ONLY, trace, trace_backward
+from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
 
 TEXT_FORMATS = ("dot", "gv")
 
 
 class GraphTooLargeError(ValueError):
-    """More boxes than anybody could look at; the message says which `depth` would do."""
+    """The picture has more than `max_nodes` boxes. The message says which `depth` fits."""
 
 
 class Graph:
-    """A picture of a run, taken when it was asked for: what happens to the tensors later does not change it.
+    """A picture of a run. It is a snapshot: it holds no tensor, and later changes of tensors do not change it.
+
+    A notebook displays it. Without Graphviz the notebook shows the DOT text and what to install.
 
     Attributes:
         dot: the picture in DOT, the language of Graphviz; the same for the same run, in every process.
         picture: boxes, arrows and frames as plain data.
-
-    A notebook shows it by itself. Without any Graphviz it shows the DOT text and what to install.
     """
 
     def __init__(self, picture: Picture, direction: str = "TB", engine: str = "auto", title: str = "graph") -> None:
@@ -53,22 +54,22 @@ class Graph:
         self.dot = to_dot(picture, direction)
 
     def svg(self) -> str:
-        """The picture as SVG: a file of its own, or a part of a page.
+        """The picture as SVG, which can be saved as a file or be part of a page.
 
         Raises:
-            NoEngineError: no Graphviz was found; it says what to install.
+            NoEngineError: no Graphviz was found; the message says what to install.
         """
         return self._svg
 
     @cached_property
     def _svg(self) -> str:
-        return render.standalone(self._rendered("svg").decode(), self.title)
+        return engines.make_standalone(self._rendered("svg").decode(), self.title)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the picture to a file, in the format that its name ends in: svg, png, pdf, html, dot or gv.
+        """Write the picture to a file and return its path. The suffix is svg, png, pdf, html, dot or gv.
 
         Raises:
-            ValueError: another ending.
+            ValueError: another suffix.
             NoEngineError: no Graphviz was found, and the format is not dot. Nothing is written.
         """
         path = Path(path)
@@ -76,20 +77,20 @@ class Graph:
         if format in TEXT_FORMATS:
             content = self.dot.encode()
         elif format == "html":
-            content = render.page(self.svg(), self.title).encode()
+            content = engines.make_page(self.svg(), self.title).encode()
         elif format == "svg":
             content = self.svg().encode()
-        elif format in render.FORMATS:
+        elif format in engines.FORMATS:
             content = self._rendered(format)
         else:
-            known = ", ".join(f".{name}" for name in (*render.FORMATS, "html", *TEXT_FORMATS))
+            known = ", ".join(f".{name}" for name in (*engines.FORMATS, "html", *TEXT_FORMATS))
             raise ValueError(f"a graph is saved as {known}, got {str(path)!r}")
         with replacing(path) as temporary:
             temporary.write_bytes(content)
         return path
 
     def _rendered(self, format: str) -> bytes:
-        return render.render(self.dot, format, (node.id for node in self.picture.nodes), self.engine)
+        return engines.render(self.dot, format, (node.id for node in self.picture.nodes), self.engine)
 
     def __repr__(self) -> str:
         boxes, arrows = len(self.picture.nodes), len(self.picture.edges)
@@ -99,11 +100,11 @@ class Graph:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         try:
             svg = self.svg()
-        except render.NoEngineError as error:
+        except engines.NoEngineError as error:
             text = f"{error}\n\n{self.dot}"
             return {"text/plain": text, "text/html": f'<pre style="max-height:30em;overflow:auto">{escape(text)}</pre>'}
-        # HTML comes first: as an image alone the SVG would lose the texts under the pointer.
-        return {"text/html": render.in_notebook(svg), "image/svg+xml": svg, "text/plain": repr(self)}
+        # HTML comes first: an SVG that is displayed as an image has no tooltips.
+        return {"text/html": engines.make_cell(svg), "image/svg+xml": svg, "text/plain": repr(self)}
 
 
 def graph(
@@ -121,32 +122,40 @@ def graph(
     max_nodes: int | None = 1500,
     engine: str = "auto",
 ) -> Graph:
-    """The picture of how `y` was made: one box for each tensor, with its name, shape, formula, values and gradient.
+    """Draw how `y` was computed: one box for each tensor, with its name, shape, formula, values and gradient.
 
-    Modules are frames around their tensors, and blocks that are equal are drawn once, with xN. To draw a computation in
-    which nothing needs a gradient, run it inside of `with tg.record():`.
+    Modules are frames around their tensors. Equal blocks are drawn once, with ×N. To draw a computation that needs no
+    gradient, run it inside of `with tg.record():`.
+
+    A leaf that a module of the run owns is a parameter, one that was handed to a module is an input. Without a module,
+    a leaf that requires grad is a parameter if an operation takes it as its weight (w of `x @ w`, the table of an
+    embedding) or combines it with another value element by element (`h * scale`), and an input if it is the data of a
+    product (x of `x @ w`) or an operand on its own (`exp(x)`, `x * x`). A leaf that does not require grad is an input.
 
     Args:
         y: a tensor, or a list, tuple or dict of them (keys are names).
         depth: how many levels of modules are open; those below are one box each, with class, shape and parameter count.
-        collapse: modules to close, whatever the depth: a path ("h.0.attn"), a pattern ("h.*.mlp"), a class name, a
-            predicate of the path, or a list of these.
-        expand: modules to open, whatever the depth and however often they repeat; also names of fused primitives
-            ("attention"), which are then drawn as what they are composed of.
-        fold: write chains of shape-only and unary operations into the formula of their user, and repeat blocks as xN;
-            False gives each operation its box.
+        collapse: modules to close at any depth: a path ("h.0.attn"), a pattern ("h.*.mlp"), a class name, a predicate
+            of the path, or a list of these.
+        expand: modules to open at any depth, also if they repeat; also names of fused primitives ("attention"), which
+            are then drawn as the operations that they are composed of.
+        fold: write chains of reshaping and element-wise operations into the formula of their user, and draw equal
+            blocks once; False gives each operation a box.
         ops: "folded", or "separate" for the plain autograd graph with an oval for each operation.
         values, grads: True, False, or "auto": show the numbers of small tensors in small pictures.
-        backward: draw the computation of the gradients beside the forward; `y` is one tensor. Unless `y` has a gradient
-            already, it must be a scalar.
+        backward: draw the computation of the gradients beside the forward pass; `y` is one tensor, a scalar unless it
+            has a gradient already.
         direction: "TB" from top to bottom, or "LR" from left to right.
-        names: {name: tensor} for tensors without a name; `locals()` will do.
-        max_nodes: with more boxes than this, raise; None for no limit.
+        names: {name: tensor}, names that take precedence over the tensors' own; `locals()` is accepted.
+        max_nodes: the largest number of boxes; None for no limit.
         engine: "dot", "pygraphviz", or "auto" for the first that works.
 
+    Returns:
+        A `Graph`, with `.svg()`, `.save(path)` and `.dot`.
+
     Raises:
-        GraphTooLargeError: more than `max_nodes` boxes; it says which depth would fit.
-        ValueError, TypeError: an option out of range; a pattern that means nothing in this run; no tensor.
+        GraphTooLargeError: more than `max_nodes` boxes; the message says which depth fits.
+        ValueError, TypeError: an invalid option; a pattern that matches nothing in this run; no tensor.
 
     Example:
         >>> x = Tensor([[1.0, 2.0]], name="x")
@@ -155,41 +164,42 @@ def graph(
         <graph of y: 3 boxes, 2 arrows; .save("graph.svg"), .svg() or .dot>
     """
     check_options(depth, ops, values, grads, direction, max_nodes, engine)
-    roots, keys = tensors_in(y)
+    roots, keys = find_tensors(y)
     refuse_early(roots, depth, fold and ops == "folded", collapse, max_nodes)
     options = Options(
         depth=depth,
-        collapse=patterns(collapse, "collapse"),
-        expand=patterns(expand, "expand"),
+        collapse=as_patterns(collapse, "collapse"),
+        expand=as_patterns(expand, "expand"),
         fold=fold,
         separate=ops == "separate",
         values=None if values == "auto" else bool(values),
         grads=None if grads == "auto" else bool(grads),
-        names={**keys, **(names or {})},
     )
-    if backward:
-        if len(roots) != 1:
-            raise ValueError(f"backward=True draws one output, got {len(roots)}")
-        run = trace_backward(roots[0])
-    else:
-        run = trace(roots, lambda op: op in options.expand)
-    draft = Draft(list(run.values()), [run[id(root)] for root in roots], options)
-    check_patterns(draft, options)
-    check_size(draft, max_nodes)
-    titles = titles_of(draft)
-    named = [titles[run[id(root)]] for root in roots]
-    return Graph(
-        compose(draft, titles), direction, engine, f"graph of {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
-    )
+    if backward and len(roots) != 1:
+        raise ValueError(f"backward=True draws one output, got {len(roots)}")
+    run = record_backward(roots[0]) if backward else record_forward(roots, lambda op: op.name in options.expand)
+    rename(run, {**keys, **(names or {})})
+    modules = arrange_modules(run)
+    check_patterns(run, modules, options)
+    layout = make_layout(run, modules, options)
+    check_size(layout, max_nodes)
+    titles = choose_titles(layout)
+    outputs = [titles[root] for root in run.roots]
+    title = f"graph of {', '.join(outputs[:3])}{', …' if len(outputs) > 3 else ''}"
+    return Graph(compose_picture(layout, titles), direction, engine, title)
 
 
 def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
-    """Two graphs side by side, with what only one of them has in colour, dashed or thick, and marked - or +.
+    """Draw two graphs side by side. What only one of them has is coloured, dashed or thick, and marked − or +.
 
-    Boxes correspond when they have the same title in the same module; arrows, when they connect such boxes.
+    Boxes correspond if they have the same title in the same module, arrows if they connect such boxes.
 
     Args:
-        a, b: graphs, or what `graph` takes, with the `options` of `graph`.
+        a, b: graphs, or tensors as `graph` accepts them, which are drawn with `options`.
+        options: keyword arguments of `graph`.
+
+    Returns:
+        A `Graph`. Its caption counts the differences.
 
     Example:
         >>> x = Tensor([1.0], requires_grad=True, name="x")
@@ -197,12 +207,12 @@ def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
         ['only on the left: 0 boxes, 1 arrow · only on the right: 1 box, 3 arrows']
     """
     left, right = (g if isinstance(g, Graph) else graph(g, **options) for g in (a, b))
-    picture = compared(left.picture, right.picture)
+    picture = compare_pictures(left.picture, right.picture)
     return Graph(picture, left.direction, left.engine, f"{left.title} against {right.title}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What was asked for
+# Arguments
 
 
 def check_options(depth: Any, ops: Any, values: Any, grads: Any, direction: Any, max_nodes: Any, engine: Any) -> None:
@@ -211,7 +221,7 @@ def check_options(depth: Any, ops: Any, values: Any, grads: Any, direction: Any,
         ("values", values, (True, False, "auto")),
         ("grads", grads, (True, False, "auto")),
         ("direction", direction, ("TB", "LR")),
-        ("engine", engine, ("auto", *render.ENGINES)),
+        ("engine", engine, ("auto", *engines.ENGINES)),
     ]
     for name, given, allowed in choices:
         if given not in allowed:
@@ -221,8 +231,8 @@ def check_options(depth: Any, ops: Any, values: Any, grads: Any, direction: Any,
             raise ValueError(f"{name} must be None or a whole number of at least {least}, got {given!r}")
 
 
-def tensors_in(y: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The tensors of a nest of lists, tuples and dicts, each once, and the names that keys give to those without."""
+def find_tensors(y: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The tensors of nested lists, tuples and dicts, each once, and those that have no name by their dict keys."""
     found: dict[int, Tensor] = {}
     keys: dict[str, Tensor] = {}
     stack: list[tuple[Any, Any]] = [(None, y)]
@@ -243,7 +253,7 @@ def tensors_in(y: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     return list(found.values()), keys
 
 
-def patterns(given: Any, name: str) -> tuple[Pattern, ...]:
+def as_patterns(given: Any, name: str) -> tuple[Pattern, ...]:
     if given is None:
         return ()
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -253,32 +263,49 @@ def patterns(given: Any, name: str) -> tuple[Pattern, ...]:
     return tuple(several)
 
 
-def check_patterns(draft: Draft, options: Options) -> None:
-    """A pattern that means no module of this run is a slip of the pen."""
+def rename(run: Run, names: Mapping[Any, Any]) -> None:
+    """Apply `names`, name to tensor, which may be `locals()`. They take precedence over the tensors' own."""
+    given = {id(tensor): name for name, tensor in names.items() if isinstance(name, str) and name}
+    for value in run.values:
+        name = given.get(id(value.tensor), value.name)
+        value.name = name if name and name.strip() else None
+
+
+def check_patterns(run: Run, modules: Modules, options: Options) -> None:
+    """Raise if a pattern matches no module: probably a typo."""
+    frames = modules.inside(modules.root)[1:]
     for pattern in (*options.collapse, *options.expand):
-        if isinstance(pattern, str) and not any(place.matches([pattern]) for place in draft.every_place):
-            known = ", ".join(dict.fromkeys(place.path or place.kind for place in draft.every_place[1:])) or "none"
-            fused = ", ".join(sorted({v.op.name for v in draft.values if v.op and v.op.composition})) or "none"
-            raise ValueError(f"{pattern!r} means nothing in this run. Modules: {known}. Fused primitives: {fused}")
+        if isinstance(pattern, str) and not any(matches(frame, [pattern]) for frame in frames):
+            known = ", ".join(dict.fromkeys(frame.path or frame.kind for frame in frames)) or "none"
+            fused = ", ".join(sorted({v.op.name for v in run.values if v.op and v.op.composition})) or "none"
+            raise ValueError(f"{pattern!r} matches nothing in this run. Modules: {known}. Fused primitives: {fused}")
 
 
-def check_size(draft: Draft, max_nodes: int | None) -> None:
-    if max_nodes is None or len(draft.boxes) <= max_nodes:
-        return
-    raise too_large(f"{len(draft.boxes):,}", max_nodes, draft.fitting_depth(max_nodes))
+def check_size(layout: Layout, max_nodes: int | None) -> None:
+    if max_nodes is not None and len(layout.boxes) > max_nodes:
+        raise too_large(f"{len(layout.boxes):,}", max_nodes, find_fitting_depth(layout, max_nodes))
+
+
+def find_fitting_depth(layout: Layout, max_nodes: int) -> int | None:
+    """The largest depth at which there are no more than `max_nodes` boxes."""
+    for depth in range(max(frame.depth for frame in layout.modules.members) - 1, -1, -1):
+        options = replace(layout.options, depth=depth)
+        if len(make_layout(layout.run, arrange_modules(layout.run), options).boxes) <= max_nodes:
+            return depth
+    return None
 
 
 def refuse_early(roots: list[Tensor], depth: int | None, folds: bool, collapse: Any, max_nodes: int | None) -> None:
-    """Refuse what is much too large from the counts of operations in each module, before anything is built of them.
+    """Raise if the picture is far too large, from the number of operations in each module, before values are collected.
 
-    A box holds a few operations at most, and those of one module are not repetitions of each other.
+    A box holds at most a few operations, and the operations of one module are not repetitions of each other.
     """
     if max_nodes is None or collapse is not None:
         return
     nodes = [tensor.node for tensor in toposort(roots, everything=True) if tensor.node is not None]
     if len(nodes) <= max_nodes:
         return
-    sizes = Counter(scope_key(node.scope) for node in nodes if node.op.name not in SHAPE_ONLY)
+    sizes = Counter(scope_key(node.scope) for node in nodes if node.op.kind not in RESHAPING)
     shown = [n for scope, n in sizes.items() if depth is None or len(scope) <= depth]
     least = max(shown, default=0) // (MOST_IN_A_FORMULA if folds else 1)
     if least <= max_nodes:
@@ -287,7 +314,7 @@ def refuse_early(roots: list[Tensor], depth: int | None, folds: bool, collapse: 
 
 
 def depth_that_fits(nodes: list[Node], max_nodes: int) -> int | None:
-    """The largest depth at which there are no more boxes than that, even if no formula could be folded."""
+    """The largest depth at which there are no more than `max_nodes` boxes, even if nothing is folded."""
     for depth in range(max(len(node.scope) for node in nodes) - 1, -1, -1):
         shown = [node for node in nodes if len(node.scope) <= depth]
         leaves = {id(x) for node in shown for x in node.inputs if isinstance(x, Tensor) and x.node is None}
@@ -298,13 +325,13 @@ def depth_that_fits(nodes: list[Node], max_nodes: int) -> int | None:
 
 
 def scope_key(scope: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(identity, scope))
+    return tuple(map(entry_key, scope))
 
 
 def too_large(boxes: str, max_nodes: int, fitting: int | None) -> GraphTooLargeError:
-    advice = f"depth={fitting} would fit"
+    advice = f"depth={fitting} fits"
     if fitting is None:
-        advice = "no module is there that could be closed: draw an earlier tensor, or put the parts into modules"
+        advice = "no module can be closed: draw an earlier tensor, or put the parts into modules"
     return GraphTooLargeError(
         f"{boxes} boxes, max_nodes={max_nodes}: {advice}; max_nodes=None draws all of them, which may take long"
     )

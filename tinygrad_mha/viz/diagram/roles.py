@@ -1,0 +1,95 @@
+"""What each value is: input, parameter, attention weights, output, gradient.
+
+A leaf that a module owns is a parameter. For other leaves `requires_grad` decides, and the roles that primitives
+declare for their arguments: in `x @ w`, x is the data and w the weight. Names and numbers decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+from tinygrad_mha.viz.diagram.picture import Kind
+from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value
+
+if TYPE_CHECKING:
+    from tinygrad_mha.viz.diagram.modules import Frame
+
+__all__ = ["ELEMENTWISE", "decide_kind", "is_attention_weights", "weight_role"]
+
+ELEMENTWISE = ("elementwise", "addition")
+
+
+def decide_kind(run: Run, value: Value, owned: Container[Value], frame_of: dict[Value, Frame]) -> Kind:
+    """What a value is. `owned` are the leaves that a module of the run holds."""
+    if value.backward and value.gradient_of:
+        return "gradient"
+    leaf = value
+    while leaf.has_kind(*RESHAPING) and leaf.name and len(leaf.sources) == 1:
+        leaf = leaf.sources[0]  # a named slice of a parameter, such as W_Q1, is a parameter
+    if not value.backward and (leaf in owned or is_parameter(run, leaf, frame_of)):
+        return "parameter"
+    if value.op is None:
+        return "input"
+    if value in run.roots:
+        return "output"
+    return "attention" if value.has_kind("attention") or is_attention_weights(value, frame_of) else "op"
+
+
+def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
+    """Whether a leaf is a parameter, as far as its uses tell.
+
+    It must require grad. A leaf that a primitive takes as its weight or bias is a parameter. A leaf that is the data of
+    a product is an input, and so is one that was handed to a living module. Of the others, those are parameters that
+    are combined with another value element by element.
+    """
+    if leaf.op is not None or not leaf.requires_grad:
+        return False
+    uses = find_uses(run, leaf)
+    if any(used is leaf and weight_role(used, user) for used, user in uses):
+        return True
+    if any(user.has_kind("product", "attention") and user.inputs[0] is used for used, user in uses):
+        return False
+    if any(weight_role(used, user) for used, user in uses):
+        return True
+    if all(any(frame.module for frame in frame_of[user].enclosing()) for user in run.users[leaf]):
+        return False
+    return any(user.has_kind(*ELEMENTWISE) and len(set(user.sources)) > 1 for _, user in uses)
+
+
+def find_uses(run: Run, leaf: Value) -> list[tuple[Value, Value]]:
+    """Pairs (what is used, what is made from it): the leaf or, where that is transposed or sliced, the result."""
+    uses, stack = [], [leaf]
+    while stack:
+        used = stack.pop()
+        for user in run.users[used]:
+            if user.has_kind(*RESHAPING):
+                stack.append(user)
+            else:
+                uses.append((used, user))
+    return uses
+
+
+def weight_role(used: Value, user: Value) -> str:
+    """How an operation takes `used` as a parameter: as "weight" or "bias"; "" if it does not.
+
+    Primitives declare it. Of a product of any arrays, such as `x @ w`, the operands after the first are weights.
+    """
+    assert user.op is not None
+    for i, x in enumerate(user.inputs):
+        role = user.op.role(i)
+        if x is used and role in ("weight", "bias"):
+            return role
+        if x is used and i and user.has_kind("product"):
+            return "weight"
+    return ""
+
+
+def is_attention_weights(value: Value, frame_of: dict[Value, Frame]) -> bool:
+    """Whether a value is the softmax of a module, or of a primitive, that says that it computes attention."""
+    if not value.has_kind("distribution"):
+        return False
+    if value.rule_of is not None and value.rule_of.kind == "attention":
+        return True
+    frames = (frame for frame in frame_of[value].enclosing() if frame.is_module or frame.is_attention)
+    return any(frame.is_attention for frame in list(frames)[:1])
