@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
-from tinygrad_mha import Tensor, engine, ops
+from tinygrad_mha import Tensor, engine, modes, ops
 
 
 def leaf(rng, *shape, dtype=np.float64):
@@ -417,7 +417,7 @@ def test_record_keeps_nodes_of_inference_without_gradients(rng):
 
 def test_scopes_are_remembered_by_nodes(rng):
     x = leaf(rng, 3)
-    with engine.scope("outer"), engine.scope("inner"), tg.no_grad(), tg.enable_grad():
+    with modes.scope("outer"), modes.scope("inner"), tg.no_grad(), tg.enable_grad():
         y = x.exp()
     assert y.node.scope == ("outer", "inner")
     assert x.exp().node.scope == ()

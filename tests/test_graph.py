@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tinygrad_mha as tg
-from tinygrad_mha import engine, nn, ops
+from tinygrad_mha import engine, modes, nn, ops
 from tinygrad_mha.viz import GraphTooLargeError
 from tinygrad_mha.viz.diagram import dot, heat
 from tinygrad_mha.viz.diagram.picture import Table
@@ -35,7 +35,7 @@ def two_heads(seed=0, heads=2, causal=True):
     X = tg.Tensor(rng.normal(size=(3, 5)), requires_grad=True, name="X")
     H = []
     for i in range(1, heads + 1):
-        with engine.scope(SimpleNamespace(name=f"head {i}", is_attention=True)):
+        with modes.scope(SimpleNamespace(name=f"head {i}", is_attention=True)):
             Q = (X @ parameter(5, 7, f"W_Q{i}")).named(f"Q_{i}")
             K = (X @ parameter(5, 7, f"W_K{i}")).named(f"K_{i}")
             V = (X @ parameter(5, 11, f"W_V{i}")).named(f"V_{i}")
@@ -688,7 +688,7 @@ def test_drawing_a_backward_touches_no_gradient():
     graph = tg.graph(y, backward=True)
     assert x.grad is None
     assert y.grad is None
-    assert engine.STATE.get() == engine.State()
+    assert modes.STATE.get() == modes.State()
     assert boxes(graph)["∂L/∂y"].lines == ["begins as 1"]
 
 

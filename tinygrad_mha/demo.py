@@ -17,7 +17,8 @@ import numpy as np
 from tinygrad_mha import viz
 from tinygrad_mha.check import gradcheck
 from tinygrad_mha.decoding.generation import ContextFullWarning, generate, multiply_adds
-from tinygrad_mha.engine import no_grad, toposort
+from tinygrad_mha.engine import toposort
+from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, Block, GPTConfig, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.tensors import Tensor

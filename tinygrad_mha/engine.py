@@ -1,45 +1,46 @@
-"""How a gradient travels: nodes, their order, the place where gradients are summed back and stored.
+"""The backward pass: nodes, their topological order, and the accumulation of gradients.
 
-The engine works on *values*: anything with `.node`, `.requires_grad`, `.shape`, `.dtype` and the array `._data`. A
-value without a node is a leaf. A node holds its inputs and never its output, so there are no cycles, and an
-intermediate dies by reference count as soon as nothing needs it.
+The engine works on *values*: objects with `.node`, `.requires_grad`, `.shape`, `.dtype` and the array `._data`. A value
+without a node is a leaf. A node refers to its inputs and never to its output, so there are no reference cycles, and an
+intermediate is freed as soon as nothing refers to it.
 
-One clock orders everything. A node takes the time at which it was made, a write to a leaf takes the time at which it
-happened: sorting by time is a topological sort, and a leaf written after a node has used it is seen by comparing two
-integers.
+One clock counts node creations and writes to leaves. Sorting nodes by time is a topological sort, and comparing two
+times tells whether a leaf was written to after a node had used it.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy import ndarray
 
 from tinygrad_mha.primitives import Primitive
 
+__all__ = ["Node", "WriteTime", "backward", "sweep", "tick", "toposort"]
+
 tick = itertools.count(1).__next__
 
 
 class Node:
-    """How a value was made: the primitive `op` applied to `inputs` (values and constants) with `kwargs`.
+    """How a value was computed: the primitive `op` applied to `inputs` (values and constants) with `kwargs`.
 
-    `needed` are the positions of the inputs that need a gradient, `arrays` the operands as the forward saw them,
-    `residuals` what it left for its rules, `stamp` the time, `scope` the path of modules being called, `source` the
-    user's line where somebody asked for it.
+    Attributes:
+        needed: the positions of the inputs that need a gradient.
+        arrays: the operands as the forward received them.
+        residuals: what the forward returned for the rules.
+        scope: the entries of the modules and scopes that were active, outermost first.
+        stamp: the time at which it was made.
     """
 
-    __slots__ = ("arrays", "inputs", "kwargs", "needed", "op", "residuals", "scope", "source", "stamp")
+    __slots__ = ("arrays", "inputs", "kwargs", "needed", "op", "residuals", "scope", "stamp")
 
     def __init__(
         self,
-        op: Primitive,
+        op: Primitive[..., Any],
         inputs: tuple[Any, ...],
         needed: tuple[int, ...],
         arrays: tuple[Any, ...],
@@ -54,173 +55,37 @@ class Node:
         self.kwargs = kwargs
         self.residuals = residuals
         self.scope = scope
-        self.source = None
         self.stamp = tick()
 
 
 class WriteTime:
-    """When memory was last written to; shared by all values that share the memory."""
+    """The time of the last write to some memory; values that share the memory share this object."""
 
     __slots__ = ("stamp",)
-    latest: ClassVar[int] = 0  # of all memory: while it is older than a graph, nothing in that graph can be stale
+    latest: ClassVar[int] = 0  # over all memory: if it is older than a graph, nothing in the graph is stale
 
     def __init__(self) -> None:
         self.stamp = 0
 
     def touch(self) -> None:
+        """Record a write that happens now."""
         self.stamp = WriteTime.latest = tick()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What is being recorded: per thread and per task
-
-
-class State(NamedTuple):
-    """Whether gradients are on, whether nodes are recorded though nothing needs a gradient, and the module path."""
-
-    grad: bool = True
-    record: bool = False
-    scope: tuple[Any, ...] = ()
-
-
-STATE: ContextVar[State] = ContextVar("tinygrad_mha", default=State())  # noqa: B039 (a State is immutable)
-
-
-class Mode:
-    """A change of `State`, as a context manager and as a decorator of functions, coroutines and generators.
-
-    A decorated generator runs each of its steps in the mode, and its caller keeps its own mode in between.
-    """
-
-    change: ClassVar[dict[str, Any]]
-
-    def __new__(cls, function: Callable[..., Any] | None = None) -> Any:
-        mode = super().__new__(cls)
-        mode.before = []
-        return mode if function is None else mode(function)
-
-    before: list[State]
-
-    def __enter__(self) -> None:
-        state = STATE.get()
-        self.before.append(state)
-        STATE.set(state._replace(**self.change))
-
-    def __exit__(self, *exception: object) -> None:
-        # Only our own fields go back: a scope opened inside and still open is not ours to close.
-        before = self.before.pop()
-        STATE.set(STATE.get()._replace(**{field: getattr(before, field) for field in self.change}))
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        mode = type(self)
-        if inspect.isclass(function) or not callable(function):
-            raise TypeError(f"{mode.__name__} decorates functions, got {function!r}")
-        if inspect.isasyncgenfunction(function):
-            raise TypeError(f"{mode.__name__} does not decorate asynchronous generators: use `with` inside of them")
-
-        if inspect.isgeneratorfunction(function):
-
-            @functools.wraps(function)
-            def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
-                with mode():
-                    generator = function(*args, **kwargs)
-                return (yield from _Stepped(generator, mode))
-
-            return steps
-
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def coroutine(*args: Any, **kwargs: Any) -> Any:
-                with mode():
-                    return await function(*args, **kwargs)
-
-            return coroutine
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with mode():
-                return function(*args, **kwargs)
-
-        return call
-
-
-class _Stepped:
-    """A generator whose every resume happens inside a mode; `yield from` forwards send, throw and close to it."""
-
-    def __init__(self, generator: Any, mode: type[Mode]) -> None:
-        self.generator = generator
-        self.mode = mode
-
-    def __iter__(self) -> _Stepped:
-        return self
-
-    def __next__(self) -> Any:
-        with self.mode():
-            return next(self.generator)
-
-    def send(self, value: Any) -> Any:
-        with self.mode():
-            return self.generator.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        with self.mode():
-            return self.generator.throw(*error)
-
-    def close(self) -> None:
-        with self.mode():
-            self.generator.close()
-
-
-class no_grad(Mode):  # noqa: N801 (used like a function)
-    """Nothing computed inside asks for a gradient: `with no_grad():` or `@no_grad`."""
-
-    change: ClassVar = {"grad": False}
-
-
-class enable_grad(Mode):  # noqa: N801
-    """Gradients are on inside, whatever is around it: `with enable_grad():` or `@enable_grad`."""
-
-    change: ClassVar = {"grad": True}
-
-
-class record(Mode):  # noqa: N801
-    """Nodes are recorded though nothing needs a gradient, so that inference can be drawn: `with record():`."""
-
-    change: ClassVar = {"record": True}
-
-
-def is_grad_enabled() -> bool:
-    """Whether operations on values that need a gradient are being recorded, in this thread and task."""
-    return STATE.get().grad
-
-
-class scope:  # noqa: N801 (used like a function)
-    """Nodes made inside carry `entry` as the innermost part of their scope: `with scope(entry):`."""
-
-    __slots__ = ("before", "entry")
-
-    def __init__(self, entry: Any) -> None:
-        self.entry = entry
-
-    def __enter__(self) -> None:
-        grad, recording, self.before = STATE.get()
-        STATE.set(State(grad, recording, (*self.before, self.entry)))
-
-    def __exit__(self, *exception: object) -> None:
-        grad, recording, _ = STATE.get()
-        STATE.set(State(grad, recording, self.before))
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Order
 
 
-def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = False) -> list[Any]:
-    """The values that `roots` were made from and the roots themselves, each once, inputs before what is made of them.
+def is_value(x: Any) -> bool:
+    """Whether an input is a value (a Tensor) rather than a constant."""
+    return hasattr(x, "requires_grad")
 
-    Only values that need a gradient are followed, unless `everything` is asked for; nodes made at `newer_than` or
-    before are not entered. Iterative, so a chain of any length is fine.
+
+def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = False) -> list[Any]:
+    """Sort `roots` and all values they were computed from: each once, inputs before results, leaves first.
+
+    Only values that need a gradient are followed, unless `everything` is set. The inputs of a node made at time
+    `newer_than` or before are not followed. Iterative, so chains of any length work.
     """
     seen: set[int] = set()
     leaves, made = [], []
@@ -236,7 +101,7 @@ def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = Fals
         elif node.stamp > newer_than:
             made.append(value)
             if everything:
-                stack.extend([x for x in node.inputs if hasattr(x, "requires_grad")])
+                stack.extend(x for x in node.inputs if is_value(x))
             else:
                 inputs = node.inputs
                 for i in node.needed:
@@ -246,7 +111,7 @@ def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = Fals
 
 
 def check_unwritten(order: list[Any]) -> None:
-    """Raise if an operand was overwritten after a node used it: its rule would see the wrong numbers."""
+    """Raise RuntimeError if an operand was written to after a node used it: its rule would use wrong numbers."""
     nodes = [value.node for value in order if value.node is not None]
     if not nodes or WriteTime.latest < nodes[0].stamp:
         return
@@ -267,14 +132,13 @@ def check_unwritten(order: list[Any]) -> None:
 
 
 def sweep(root: Any, seed: Any, differentiable: bool = False, newer_than: int = -1) -> Iterator[tuple[Any, Any]]:
-    """Yield each value that `root` was made from with its whole gradient, from the root down; leaves come last.
+    """Yield each value that `root` was computed from with its gradient, from the root down; leaves come last.
 
-    A value's gradient is complete when it is yielded: all that is made from it was visited before. With
-    `differentiable`, seed and gradients are values themselves and remember how they were made.
+    A gradient is complete when it is yielded, because everything computed from its value comes before. With
+    `differentiable`, the seed and the gradients are values that record how they were computed.
     """
     order = toposort([root], newer_than)
     check_unwritten(order)
-    step = pull_differentiably if differentiable else pull
     gradients = {id(root): seed}
     for value in reversed(order):
         gradient = gradients.pop(id(value), None)
@@ -282,97 +146,94 @@ def sweep(root: Any, seed: Any, differentiable: bool = False, newer_than: int = 
             continue
         yield value, gradient
         if value.node is not None:
-            step(value, gradient, gradients)
+            pull(value, gradient, gradients, differentiable)
 
 
-def pull(value: Any, g: ndarray, gradients: dict[int, Any]) -> None:
-    """Add what the gradient `g` of `value` means for each input of its node to `gradients`."""
+def pull(value: Any, g: Any, gradients: dict[int, Any], differentiable: bool) -> None:
+    """Apply the chain rule to one node: accumulate in `gradients` what the gradient `g` of `value` gives its inputs.
+
+    Rules receive arrays or, with `differentiable`, values: then what they compute is recorded.
+    """
     node = value.node
-    op, inputs, arrays = node.op, node.inputs, node.arrays
+    op, inputs, y, operands = node.op, node.inputs, value._data, node.arrays
+    if differentiable:
+        y, operands = value, [x if is_value(x) else a for x, a in zip(inputs, operands, strict=True)]
+        if op.composition is not None:
+            pull_composition(node, operands, g, gradients)
+            return
+    call = (g, y, *node.residuals, *operands)
+    rules, kwargs, joint = op.rules, node.kwargs, None
     if op.joint_rule is not None:
-        answers = op.joint_rule(g, value._data, *node.residuals, *arrays, **node.kwargs)
-        if len(answers) != len(inputs):
-            raise TypeError(f"the joint rule of {op.name!r} gave {len(answers)} gradients for {len(inputs)} arguments")
-        for i in node.needed:
-            if answers[i] is None:
-                raise no_rule(op, i)
-            add(gradients, inputs[i], fit(answers[i], arrays[i], op, i))
-        return
-    rules, kwargs = op.rules, node.kwargs
-    operands = (g, value._data, *node.residuals, *arrays)
+        joint = apply_joint_rule(node, call, differentiable)
     for i in node.needed:
-        rule = rules[i] if rules is not None else rule_of(op, i)
-        gradient = rule(*operands, **kwargs) if kwargs else rule(*operands)
-        x = arrays[i]
-        if gradient.__class__ is not ndarray or gradient.shape != x.shape or gradient.dtype is not x.dtype:
+        if joint is not None:
+            gradient = joint[i]
+        else:
+            rule = rules[i] if rules is not None else rule_of(op, i)
+            gradient = rule(*call, **kwargs) if kwargs else rule(*call)  # an empty ** costs time
+        x = operands[i]
+        if gradient.__class__ is not x.__class__ or gradient.shape != x.shape or gradient.dtype is not x.dtype:
             gradient = fit(gradient, x, op, i)
         key = id(inputs[i])
         gradients[key] = total(gradients[key], gradient) if key in gradients else gradient
 
 
-def pull_differentiably(value: Any, g: Any, gradients: dict[int, Any]) -> None:
-    """The same with rules that see tensors, so that what they compute is itself recorded."""
-    node = value.node
+def pull_composition(node: Node, operands: list[Any], g: Any, gradients: dict[int, Any]) -> None:
+    """Differentiate a fused node through its composition: run that, and pull `g` through the nodes it makes."""
+    assert node.op.composition is not None
+    start = tick()
+    y = node.op.composition(*operands, **node.kwargs)
+    if y.requires_grad:
+        gradients[id(y)] = total(gradients[id(y)], g) if id(y) in gradients else g
+    for inner in reversed(toposort([y], newer_than=start)):
+        if inner.node is not None and id(inner) in gradients:
+            pull(inner, gradients.pop(id(inner)), gradients, differentiable=True)
+
+
+def apply_joint_rule(node: Node, call: tuple[Any, ...], differentiable: bool) -> Sequence[Any]:
+    """The gradients that a joint rule returns, one or None per argument."""
     op = node.op
-    operands = [x if hasattr(x, "requires_grad") else a for x, a in zip(node.inputs, node.arrays, strict=True)]
-    if op.composition is not None:
-        # A fused node is differentiated through its composition: run that now, and sweep over just what it makes.
-        start = tick()
-        again = op.composition(*operands, **node.kwargs)
-        if again.requires_grad:
-            add(gradients, again, g)
-        for inner in reversed(toposort([again], newer_than=start)):
-            if inner.node is not None and id(inner) in gradients:
-                pull_differentiably(inner, gradients.pop(id(inner)), gradients)
-        return
-    if op.joint_rule is not None:
+    assert op.joint_rule is not None
+    if differentiable:
         raise TypeError(f"primitive {op.name!r} has a joint rule only: name its composition for second derivatives")
-    for i in node.needed:
-        gradient = rule_of(op, i)(g, value, *node.residuals, *operands, **node.kwargs)
-        if not hasattr(gradient, "requires_grad"):
-            gradient = type(g)(gradient)
-        add(gradients, node.inputs[i], fit(gradient, node.inputs[i], op, i))
+    gradients = op.joint_rule(*call, **node.kwargs)
+    n, wanted = len(gradients), len(node.inputs)
+    if n != wanted:
+        raise TypeError(f"the joint rule of {op.name!r} returned {n} gradients for {wanted} arguments")
+    return gradients
 
 
-def rule_of(op: Primitive, i: int) -> Any:
-    """The rule of argument `i`, which needs one."""
+def rule_of(op: Primitive[..., Any], i: int) -> Any:
+    """The rule of argument `i`; TypeError if there is none."""
     rule = op.rule(i)
     if rule is None:
-        raise no_rule(op, i)
+        raise TypeError(
+            f"primitive {op.name!r} has no derivative rule for its argument {op.argument(i)!r}: give it one per "
+            f"argument with {op.name}.vjps(...), or pass a tensor that needs no gradient"
+        )
     return rule
 
 
-def no_rule(op: Primitive, i: int) -> TypeError:
-    return TypeError(
-        f"primitive {op.name!r} has no derivative rule for its argument {op.argument(i)!r}: give it one per argument "
-        f"with {op.name}.vjps(...), or pass a tensor that needs no gradient"
-    )
-
-
-def add(gradients: dict[int, Any], x: Any, gradient: Any) -> None:
-    """Add one contribution to the gradient of `x`."""
-    key = id(x)
-    gradients[key] = total(gradients[key], gradient) if key in gradients else gradient
-
-
 def total(a: Any, b: Any) -> Any:
-    """`a + b`; of 0-d arrays too it is an array, where NumPy alone would give a scalar."""
+    """`a + b`, as an array where NumPy alone would give a scalar (of 0-d arrays)."""
     result = a + b
-    return result if result.__class__ is ndarray or hasattr(result, "requires_grad") else np.asarray(result)
+    return result if result.__class__ is ndarray or is_value(result) else np.asarray(result)
 
 
-def fit(gradient: Any, x: Any, op: Primitive, i: int) -> Any:
-    """What a rule returned for `x`, in the shape and dtype of `x`."""
+def fit(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
+    """Convert what a rule returned for `x` to the shape and dtype of `x`, and to a value if `x` is one."""
     if gradient is None:
         raise TypeError(f"the rule of primitive {op.name!r} for its argument {op.argument(i)!r} returned None")
-    if gradient.__class__ is not ndarray and not hasattr(gradient, "requires_grad"):
+    if is_value(x) and not is_value(gradient):
+        gradient = type(x)(gradient)
+    elif gradient.__class__ is not ndarray and not is_value(gradient):
         gradient = np.asarray(gradient)
     if gradient.shape != x.shape:
         gradient = unbroadcast(gradient, x, op, i)
     return gradient if gradient.dtype == x.dtype else gradient.astype(x.dtype)
 
 
-def unbroadcast(gradient: Any, x: Any, op: Primitive, i: int) -> Any:
+def unbroadcast(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
     """Sum `gradient` over the axes along which `x` was broadcast: those added in front, and those of length 1."""
     added = gradient.ndim - len(x.shape)
     trailing = gradient.shape[added:] if added >= 0 else ()
@@ -388,9 +249,9 @@ def unbroadcast(gradient: Any, x: Any, op: Primitive, i: int) -> Any:
 
 
 def backward(root: Any, seed: ndarray, leaves_only: bool = False) -> None:
-    """Leaves add what they receive to `.grad`, intermediates are overwritten (left alone with `leaves_only`).
+    """Add gradients to the `.grad` of leaves and set those of intermediates (not with `leaves_only`).
 
-    Nothing is stored before the sweep has succeeded. Every `.grad` is a fresh array, shared with nobody.
+    Nothing is stored before the sweep has succeeded. Every `.grad` is a new array, shared with nothing.
     """
     received = [(value, g) for value, g in sweep(root, seed) if value.node is None or not leaves_only]
     totals = [

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine, ops
-from tinygrad_mha.engine import STATE, Node, WriteTime
+from tinygrad_mha.engine import Node, WriteTime
+from tinygrad_mha.modes import STATE
 from tinygrad_mha.primitives import Primitive, as_operand, from_data
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.tensors import Tensor, _wrap, as_tensor
 
 
@@ -48,7 +48,7 @@ def grad(
         oldest = min((x.node.stamp - 1 if x.node else -1 for x in xs), default=-1)
         if create_graph:
             start = grad_output.astype(y.dtype) if isinstance(grad_output, Tensor) else _wrap(seed)
-            with engine.enable_grad():
+            with modes.enable_grad():
                 for value, g in engine.sweep(y, start, differentiable=True, newer_than=oldest):
                     if id(value) in wanted:
                         found[id(value)] = g
@@ -67,14 +67,14 @@ def grad(
 def variable(x: Any) -> Tensor:
     """`x` as something to differentiate by: a fresh leaf, or an alias that keeps the graph behind a tensor."""
     if isinstance(x, Tensor) and x.requires_grad:
-        with engine.enable_grad():
+        with modes.enable_grad():
             return ops.reshape(x, shape=x.shape)
     return Tensor(x, requires_grad=True)
 
 
 def run(f: Callable[..., Any], xs: Sequence[Tensor]) -> Tensor:
     """f(*xs) with gradients on; it must give one tensor."""
-    with engine.enable_grad():
+    with modes.enable_grad():
         y = f(*xs)
     if not isinstance(y, Tensor):
         raise TypeError(f"the function to differentiate must return a Tensor, got {type(y).__name__}")
@@ -109,12 +109,12 @@ def jvp(f: Callable[..., Tensor], xs: Any, vs: Any) -> tuple[Tensor, Tensor]:
     y, pull = vjp(f, *xs)
     g = Tensor(np.zeros(y.shape, y.dtype), requires_grad=True)
     pulled = pull(g, create_graph=True)
-    with engine.enable_grad():
+    with modes.enable_grad():
         moved = [ops.sum(p * _direction(v, p)) for p, v in zip(pulled, vs, strict=True)]
         total = moved[0]
         for more in moved[1:]:
             total = total + more
-    return y, grad(total, g, create_graph=engine.is_grad_enabled())[0]
+    return y, grad(total, g, create_graph=modes.is_grad_enabled())[0]
 
 
 def _direction(v: Any, like: Tensor) -> Tensor:
@@ -149,6 +149,6 @@ def hessian(f: Callable[[Tensor], Tensor], x: Any) -> Tensor:
 def hvp(f: Callable[[Tensor], Tensor], x: Any, v: Any) -> Tensor:
     """The Hessian of a scalar `f` at `x` times `v`, without the Hessian: the derivative of <grad f, v>."""
     x = variable(x)
-    with engine.enable_grad():
+    with modes.enable_grad():
         (first,) = grad(run(f, [x]), x, create_graph=True)
         return grad(ops.sum(first * _direction(v, first)), x)[0]

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.tensors import Tensor, plain
 from tinygrad_mha.transforms import grad
 
@@ -260,14 +260,14 @@ class _Check:
 
     def gradients(self, cotangents: list[Any], create_graph: bool = False) -> list[Tensor]:
         """The gradient of <cotangents, f> by each variable."""
-        with engine.enable_grad():
+        with modes.enable_grad():
             total = _inner(self.outputs(), cotangents)
             return list(grad(total, list(self.variables.values()), create_graph=create_graph))
 
     # ---------------------------------------------------------------------------------------------------- the orders
 
     def first_order(self) -> None:
-        with engine.no_grad():
+        with modes.no_grad():
             values, again = [[y.numpy().copy() for y in self.outputs()] for _ in range(2)]
         if not values:
             self.report.problem = "the function returns no floating tensor"
@@ -282,12 +282,12 @@ class _Check:
             self.report.problem = "the function has values that are inf or nan here; check it at another point"
             return
         cotangents = [self.rng.standard_normal(v.shape) for v in values]
-        with engine.enable_grad():
+        with modes.enable_grad():
             total = _inner(self.outputs(), cotangents)
         reached = {id(t) for t in engine.toposort([total])}
 
         def loss() -> list[np.ndarray]:
-            with engine.no_grad():
+            with modes.no_grad():
                 return [y.numpy() * c for y, c in zip(self.outputs(), cotangents, strict=True)]
 
         for entry, x, analytic, condition in self.compared(total, self.variables, loss, order=1):
@@ -296,12 +296,12 @@ class _Check:
 
     def second_order(self) -> None:
         """The map from the variables and the cotangents to the gradients, checked like any other map."""
-        with engine.no_grad():
+        with modes.no_grad():
             shapes = [y.shape for y in self.outputs()]
         cotangents = [Tensor(self.rng.standard_normal(s), requires_grad=True) for s in shapes]
         directions = [self.rng.standard_normal(x.shape) for x in self.variables.values()]
         named = self.variables | {f"cotangent {i}" if i else "cotangent": c for i, c in enumerate(cotangents)}
-        with engine.enable_grad():
+        with modes.enable_grad():
             total = _inner(self.gradients(cotangents, create_graph=True), directions)
 
         def loss() -> list[np.ndarray]:

@@ -20,7 +20,7 @@ import numpy as np
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids, check_ids, is_integer, is_number
 from tinygrad_mha.data import StreamDecoder, Tokenizer
-from tinygrad_mha.engine import no_grad
+from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig, KVCache, Module
 from tinygrad_mha.tensors import Tensor, plain
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import modes, ops
 from tinygrad_mha.tensors import Tensor
 
 
@@ -166,7 +166,7 @@ class CachedLayer:
         Raises:
             ValueError: gradients are on; or the shapes or dtypes do not continue those that are there.
         """
-        if engine.is_grad_enabled():
+        if modes.is_grad_enabled():
             raise ValueError("a KVCache keeps plain arrays, which no gradient can pass: use it under tg.no_grad()")
         start = self.cache.length
         rows = self.cache._rows[self.layer]

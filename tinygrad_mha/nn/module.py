@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from tinygrad_mha import engine
+from tinygrad_mha import modes
 from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.tensors import Tensor
 
@@ -66,12 +66,12 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} does not define forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with engine.scope(self._scope()):
+        with modes.scope(self._scope()):
             return self.forward(*args, **kwargs)
 
     def _scope(self) -> Scope:
         """The scope entry of nodes made during this call."""
-        around = engine.STATE.get().scope
+        around = modes.STATE.get().scope
         if not self._name and around:
             # Appended to a list after the list had become an attribute: ask the module that is calling.
             parent = around[-1].module() if isinstance(around[-1], Scope) else None

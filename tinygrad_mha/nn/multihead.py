@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import check_count, check_probability, check_width
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.layers import Seed, constant, keep_mask, normal
@@ -383,7 +383,7 @@ class MultiHeadAttention(Module):
             places = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
             q, k = rotary(q, places), rotary(k, places)
         if layer is not None:
-            k, v = layer.append(k, v, snapshot=trace or edit is not None or engine.STATE.get().record)
+            k, v = layer.append(k, v, snapshot=trace or edit is not None or modes.STATE.get().record)
         keep = self.drawn((*q.shape[:-1], n_k), q.dtype)
         share = self.n_head // self.n_kv_head
 
@@ -413,7 +413,7 @@ class MultiHeadAttention(Module):
         This is how the formula is written, and how it is best drawn. W_Q1 is a part of the parameter, so the gradient
         lands there. Arguments as in `forward`; equal to it up to rounding.
         """
-        with engine.scope(self._scope()):
+        with modes.scope(self._scope()):
             x, memory, _ = self.checked(x, memory, None, positions)
             n_q, n_k = x.shape[-2], memory.shape[-2]
             allow, bias = self.constraints(x, allow, key_allow, bias, causal, n_k)
@@ -433,7 +433,7 @@ class MultiHeadAttention(Module):
             heads = []
             for i in range(self.n_head):
                 shared = i * self.n_kv_head // self.n_head
-                with engine.scope(f"head {i + 1}"):
+                with modes.scope(f"head {i + 1}"):
                     steps = attend(
                         project("Q", i, x),
                         keys[shared] if keys else project("K", i, memory),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import check_choice, check_count
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, normal
@@ -37,7 +37,7 @@ class CrossAttention(FusedAttention):
 
     def recall(self, x: Tensor, k: Any, v: Any, allow: np.ndarray | None) -> Tensor:
         """Look with `x` (B, T, C) at what was remembered; `allow` (B, 1, 1, S)."""
-        with engine.scope(self._scope()):
+        with modes.scope(self._scope()):
             q = split_heads(ops.linear(x, self.wq, self.bq), self.n_head)
             return self.output(join_heads(ops.attention(q, k, v, allow)))
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_ids
 from tinygrad_mha.decoding.beam import Beams, beam_search
 from tinygrad_mha.nn.layers import Embedding, FeedForward, Linear
@@ -123,7 +123,7 @@ class Translator(Module):
             ]
         return found[0] if ids.ndim == 1 else found
 
-    @engine.no_grad
+    @modes.no_grad
     def search(
         self,
         src: Any,
@@ -147,7 +147,7 @@ class Translator(Module):
         with self.evaluating():
             return beam_search(step, [self.start], self.end, beam, self.limit(max_new_tokens), length_penalty)
 
-    @engine.no_grad
+    @modes.no_grad
     def greedy(self, src: np.ndarray, limit: int, use_cache: bool) -> list[np.ndarray]:
         """The most probable word every time, for all rows at once."""
         with self.evaluating():
@@ -270,7 +270,7 @@ class PerWord(Translator):
         logits = self.answered(src, max(n, src.shape[1]))[:, :n]
         return ops.cross_entropy(logits, wanted, ignore_index=self.pad, label_smoothing=label_smoothing)
 
-    @engine.no_grad
+    @modes.no_grad
     def generate(
         self,
         src: Any,

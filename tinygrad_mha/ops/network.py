@@ -32,22 +32,19 @@ softmax.vjps(lambda g, y, x, axis: y * (g - (g * y).sum(axis=axis, keepdims=True
 
 
 def shifted_exp(x, axis):
-    """x less its largest element along `axis` (which changes no softmax), exp of that, and its sum.
+    """x minus its maximum along `axis` (which does not change the softmax), exp of that, and the sum of exp.
 
-    A row that is all -inf is shifted by the lowest number there is: its exp is 0. The sum of any other row is at
-    least 1, which its largest element contributes, so the sum of a dead row is set to 1 without touching the others.
+    A row of -inf is shifted by the lowest finite number, so its exp is 0. Any other sum is at least 1, which the
+    maximum contributes, so a sum below 1 is that of a row of -inf; setting it to 1 makes the softmax of the row 0.
     """
     x = floating(x)
-    top = np.maximum.reduce(x, axis, None, None, True, -INFINITY)  # dtype, out, keepdims, initial
-    shifted = x - np.maximum(top, LOWEST[x.dtype])
+    shifted = x - x.max(axis=axis, keepdims=True, initial=LOWEST[x.dtype])
     e = np.exp(shifted)
-    return shifted, e, np.maximum(np.add.reduce(e, axis, None, None, True), ONE[x.dtype])
+    return shifted, e, np.maximum(e.sum(axis=axis, keepdims=True), 1)
 
 
-# As 0-d arrays of each dtype: NumPy takes longer to convert a Python number than to use it.
-FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
-LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in FLOATS}
-ONE = {np.dtype(kind): np.ones((), kind) for kind in FLOATS}
+# 0-d arrays of each dtype: NumPy takes longer to convert a Python number than to use it.
+LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in (np.float16, np.float32, np.float64, np.longdouble)}
 
 
 @primitive(kind="normalization", label="log softmax", formula=notation.function, sentence=notation.say_softmax)

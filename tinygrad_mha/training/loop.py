@@ -31,9 +31,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tinygrad_mha.data import Batches, CharTokenizer, Tokenizer, builtin_corpus, load_tokenizer, read_text, split_text
 from tinygrad_mha.decoding.generation import ContextFullWarning, generate
-from tinygrad_mha.engine import no_grad
 from tinygrad_mha.files.run_folder import Table, latest, read_json, tidy, write_checkpoint, write_json
 from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
+from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups, warmup_cosine
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygrad_mha import engine
-from tinygrad_mha.engine import STATE, State
+from tinygrad_mha.modes import STATE, State
 from tinygrad_mha.notation import is_range
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import engine
+from tinygrad_mha import modes
 from tinygrad_mha.arguments import check_choice
 from tinygrad_mha.files.safetensors import replacing
 from tinygrad_mha.nn import GPT, MultiHeadAttention
@@ -98,7 +98,7 @@ def walkthrough(
     """
     check_choice(lang, LANGUAGES, "lang")
     # What is infinite or no number is shown as such, so nobody needs to be warned of it.
-    with engine.enable_grad(), np.errstate(all="ignore"):
+    with modes.enable_grad(), np.errstate(all="ignore"):
         if isinstance(mha, GPT):
             subject = layer_of(mha, x, 0 if layer is None else layer, grad)
         elif not isinstance(mha, MultiHeadAttention):

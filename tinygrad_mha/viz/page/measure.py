@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from tinygrad_mha import engine, ops, transforms
+from tinygrad_mha import engine, modes, ops, transforms
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.nn import GPT, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.module import Module, walk
@@ -236,7 +236,7 @@ def decoded(attention: MultiHeadAttention, x: np.ndarray, y: np.ndarray) -> list
     """Reading the sequence one token at a time with a cache: what each step computes and reads, and what it costs."""
     cache = KVCache()
     steps = []
-    with engine.no_grad(), engine.record():
+    with modes.no_grad(), modes.record():
         for t in range(len(x)):
             before = cache.length
             row, trace = attention(x[t : t + 1], causal=True, cache=cache, trace=True)

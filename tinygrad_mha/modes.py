@@ -1,0 +1,148 @@
+"""What is being recorded: no_grad, enable_grad, record and scopes, per thread and per task."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar, NamedTuple
+
+__all__ = ["STATE", "State", "enable_grad", "is_grad_enabled", "no_grad", "record", "scope"]
+
+
+class State(NamedTuple):
+    """Whether gradients are on, whether nodes are recorded even if nothing needs a gradient, and the current scope."""
+
+    grad: bool = True
+    record: bool = False
+    scope: tuple[Any, ...] = ()
+
+
+STATE: ContextVar[State] = ContextVar("tinygrad_mha", default=State())  # noqa: B039 (a State is immutable)
+
+
+class Mode:
+    """A change of `State`, as a context manager and as a decorator of functions, coroutines and generators.
+
+    A decorated generator is in the mode while it runs; between two of its steps the caller keeps its own mode.
+    """
+
+    change: ClassVar[dict[str, Any]]
+
+    def __new__(cls, function: Callable[..., Any] | None = None) -> Any:
+        mode = super().__new__(cls)
+        mode._before = []
+        return mode if function is None else mode(function)
+
+    _before: list[State]
+
+    def __enter__(self) -> None:
+        state = STATE.get()
+        self._before.append(state)
+        STATE.set(state._replace(**self.change))
+
+    def __exit__(self, *exception: object) -> None:
+        # Restore the changed fields only: a scope that was opened inside may still be open.
+        before = self._before.pop()
+        STATE.set(STATE.get()._replace(**{field: getattr(before, field) for field in self.change}))
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        mode = type(self)
+        if inspect.isclass(function) or not callable(function):
+            raise TypeError(f"{mode.__name__} decorates functions, got {function!r}")
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(f"{mode.__name__} does not decorate asynchronous generators: use `with` inside of them")
+
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+                with mode():
+                    generator = function(*args, **kwargs)
+                return (yield from _Stepped(generator, mode))
+
+            return steps
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def coroutine(*args: Any, **kwargs: Any) -> Any:
+                with mode():
+                    return await function(*args, **kwargs)
+
+            return coroutine
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mode():
+                return function(*args, **kwargs)
+
+        return call
+
+
+class _Stepped:
+    """A generator that is resumed inside a mode; `yield from` forwards send, throw and close to it."""
+
+    def __init__(self, generator: Any, mode: type[Mode]) -> None:
+        self.generator = generator
+        self.mode = mode
+
+    def __iter__(self) -> _Stepped:
+        return self
+
+    def __next__(self) -> Any:
+        with self.mode():
+            return next(self.generator)
+
+    def send(self, value: Any) -> Any:
+        with self.mode():
+            return self.generator.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with self.mode():
+            return self.generator.throw(*error)
+
+    def close(self) -> None:
+        with self.mode():
+            self.generator.close()
+
+
+class no_grad(Mode):  # noqa: N801 (used like a function)
+    """Results computed inside need no gradient: `with no_grad():` or `@no_grad`."""
+
+    change: ClassVar = {"grad": False}
+
+
+class enable_grad(Mode):  # noqa: N801
+    """Gradients are on inside, also within `no_grad`: `with enable_grad():` or `@enable_grad`."""
+
+    change: ClassVar = {"grad": True}
+
+
+class record(Mode):  # noqa: N801
+    """Nodes are recorded even if nothing needs a gradient, so that inference can be drawn: `with record():`."""
+
+    change: ClassVar = {"record": True}
+
+
+def is_grad_enabled() -> bool:
+    """Whether operations on values that need a gradient are being recorded, in this thread and task."""
+    return STATE.get().grad
+
+
+class scope:  # noqa: N801 (used like a function)
+    """Nodes made inside have `entry` as the last part of their scope: `with scope(entry):`."""
+
+    __slots__ = ("before", "entry")
+
+    def __init__(self, entry: Any) -> None:
+        self.entry = entry
+
+    def __enter__(self) -> None:
+        grad, recording, self.before = STATE.get()
+        STATE.set(State(grad, recording, (*self.before, self.entry)))
+
+    def __exit__(self, *exception: object) -> None:
+        grad, recording, _ = STATE.get()
+        STATE.set(State(grad, recording, self.before))
