@@ -22,6 +22,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "tinygrad
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_block_runs(page, own_primitives, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples" / "translation")
     names: dict[str, object] = {}
     for block in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         line = page.read_text()[: block.start(1)].count("\n")

@@ -345,7 +345,7 @@ def test_small_and_large_matrices_have_a_common_factor():
         assert ">0</FONT>" in graph.dot
         assert re.findall(r"×10[^<]*", graph.dot) == [factor] * bool(factor)
     for extreme in (5e-324, 1.7e308):
-        assert tg.graph(tg.Tensor([[extreme, 0.0]], dtype=np.float64)).dot
+        assert tg.graph(tg.Tensor(np.array([[extreme, 0.0]]))).dot
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import runpy
 import sys
@@ -19,7 +20,10 @@ import c_attention
 import common
 import g_encoder_decoder
 import ladder
+import models
+import number_words
 import pictures
+import recurrent
 import word_by_word
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -59,6 +63,11 @@ def test_each_rung_runs_by_itself_and_reports(name, monkeypatch, tmp_path, capsy
     assert row["rung"] == name[0]
     assert row["by_kind"].keys() == {f"{n} digits" for n in (4, 5, 6, 7, 8)}
     assert f"| {row['rung']}) {row['title']} | {row['parameters']:,} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [models, number_words, recurrent], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_are_true(module):
+    assert doctest.testmod(module).failed == 0
 
 
 def test_there_are_seven_rungs_and_the_ladder_has_all():

@@ -4,14 +4,13 @@ python examples/translation/a_per_word.py
 """
 
 import common
-
-from tinygrad_mha import nn
+from models import PerWord
 
 RUNG, TITLE = "a", "per word"
 
 
 def build(corpus, seed=0):
-    return nn.PerWord(len(corpus.source), len(corpus.target), d_model=64, d_ff=256, max_len=corpus.max_len, seed=seed)
+    return PerWord(len(corpus.source), len(corpus.target), d_model=64, d_ff=256, max_len=corpus.max_len, seed=seed)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ All that the writer learns of the sentence is the reader's last state, however l
 import sys
 
 import common
-
-from tinygrad_mha import nn
+from models import Seq2Seq
 
 RUNG, TITLE = "b", "RNN"
 
 
 def build(corpus, seed=0, cell="rnn"):
-    return nn.Seq2Seq(
+    return Seq2Seq(
         len(corpus.source),
         len(corpus.target),
         d_model=64,

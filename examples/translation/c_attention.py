@@ -10,6 +10,7 @@ answers in another order.
 import sys
 
 import common
+from models import PerWord
 
 from tinygrad_mha import nn
 
@@ -24,7 +25,7 @@ class PlainAttention(nn.Module):
 
 
 def build(corpus, seed=0, mixer=None, positions=False):
-    return nn.PerWord(
+    return PerWord(
         len(corpus.source),
         len(corpus.target),
         d_model=64,

@@ -36,7 +36,7 @@ def say(model, corpus, text, beam):
     if len(words) >= corpus.max_len:
         raise ValueError(f"{text!r} has {len(words)} words, and with an end it must fit into {corpus.max_len}")
     found = model.search(corpus.source.encode(words, repr(text)), beam=beam)
-    print(f"\n{text} -> {''.join(corpus.target.decode(model.cut(found.best.tokens)))}")
+    print(f"\n{text} -> {''.join(corpus.target.decode(model.cut_at_end(found.best.tokens)))}")
     print(found.tree(corpus.target.words.__getitem__))
 
 

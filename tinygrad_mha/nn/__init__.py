@@ -6,11 +6,10 @@ from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, L
 from tinygrad_mha.nn.module import Module, Scope
 from tinygrad_mha.nn.multihead import AttentionTrace, MultiHeadAttention, attention, causal
 from tinygrad_mha.nn.positions import alibi, rotary, sinusoidal
-from tinygrad_mha.nn.recurrent import GRU, RNN
 from tinygrad_mha.nn.transformer import Transformer, TransformerTrace
-from tinygrad_mha.nn.translators import PerWord, Seq2Seq, Translator
+from tinygrad_mha.nn.translators import Translator
 
 __all__ = ["GPT", "AttentionTrace", "Block", "CausalSelfAttention", "Dropout", "Embedding", "FeedForward"]
 __all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module", "MultiHeadAttention", "RMSNorm"]
 __all__ += ["Scope", "alibi", "attention", "causal", "rotary", "sinusoidal"]
-__all__ += ["GRU", "RNN", "PerWord", "Seq2Seq", "Transformer", "TransformerTrace", "Translator"]
+__all__ += ["Transformer", "TransformerTrace", "Translator"]

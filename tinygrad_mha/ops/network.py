@@ -10,7 +10,7 @@ import numpy as np
 
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.ops.elementary import INFINITY, clip, erf, exp, floating, ids_last, mean, sqrt, sum, tanh, where
+from tinygrad_mha.ops.elementary import clip, erf, exp, floating, ids_last, mean, sqrt, sum, tanh, where
 from tinygrad_mha.primitives import primitive
 
 __all__ = ["cross_entropy", "gelu", "layer_norm", "log_softmax", "rms_norm", "softmax"]

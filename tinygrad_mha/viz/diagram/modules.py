@@ -26,7 +26,7 @@ Pattern = str | Callable[[str], bool]
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A module of the run, or another entry that was pushed with `engine.scope`."""
+    """A module of the run, or another entry that was pushed with `modes.scope`."""
 
     entry: Any
     parent: Frame | None
