@@ -1,4 +1,4 @@
-"""The generator of the translation examples is exact: every number says itself in both languages."""
+"""The number words of the translation examples are correct in both languages, and the split has no overlap."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "translation"))
 
-from number_words import LARGEST, ONES, TENS, chinese, english, split_numbers
+from number_words import LARGEST, ONES, TENS, split_numbers, to_chinese, to_english
 
-# Written by hand.
+# Written by hand, not by the program.
 KNOWN = {
     0: ("zero", "零"),
     2: ("two", "二"),
@@ -56,13 +56,13 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("n", KNOWN)
-def test_numbers_are_written_as_people_write_them(n):
-    assert " ".join(english(n)) == KNOWN[n][0]
-    assert "".join(chinese(n)) == KNOWN[n][1]
+def test_numbers_equal_those_written_by_hand(n):
+    assert " ".join(to_english(n)) == KNOWN[n][0]
+    assert "".join(to_chinese(n)) == KNOWN[n][1]
 
 
 def read_english(words):
-    """What the words say, read from left to right: a reader that knows nothing of the writer."""
+    """Return the number that the words mean. Shares no code with the function that writes them."""
     total = group = 0
     for word in words:
         if word == "hundred":
@@ -91,19 +91,19 @@ def read_chinese(characters):
 
 def test_all_numbers_to_twenty_thousand_can_be_read_back():
     for n in range(20_001):
-        assert read_english(english(n)) == n
-        assert read_chinese(chinese(n)) == n
+        assert read_english(to_english(n)) == n
+        assert read_chinese(to_chinese(n)) == n
 
 
 @given(st.integers(0, LARGEST))
 def test_any_number_can_be_read_back(n):
-    assert read_english(english(n)) == n
-    assert read_chinese(chinese(n)) == n
+    assert read_english(to_english(n)) == n
+    assert read_chinese(to_chinese(n)) == n
 
 
 @given(st.integers(1, LARGEST))
-def test_zeros_and_tens_stand_where_they_may(n):
-    text = "".join(chinese(n))
+def test_chinese_zeros_and_tens_are_in_valid_positions(n):
+    text = "".join(to_chinese(n))
     assert "零零" not in text
     assert text[0] != "零"
     assert text[-1] != "零"
@@ -112,8 +112,8 @@ def test_zeros_and_tens_stand_where_they_may(n):
 
 
 @given(st.integers(0, LARGEST))
-def test_and_stands_before_what_is_below_a_hundred_only(n):
-    words = english(n)
+def test_and_comes_only_before_a_number_below_a_hundred(n):
+    words = to_english(n)
     for i, word in enumerate(words):
         if word == "and":
             assert 0 < i < len(words) - 1
@@ -123,34 +123,34 @@ def test_and_stands_before_what_is_below_a_hundred_only(n):
 
 
 @pytest.mark.parametrize("n", [-1, LARGEST + 1, 1.0, True, "3", None])
-def test_what_is_no_such_number_is_refused(n):
-    for say in (english, chinese):
+def test_anything_but_a_number_in_range_is_refused(n):
+    for write in (to_english, to_chinese):
         with pytest.raises(ValueError, match="whole number from 0 to 99999999"):
-            say(n)
+            write(n)
 
 
-def test_numpy_integers_are_numbers():
-    assert chinese(np.int64(12)) == ["十", "二"]
+def test_numpy_integers_are_accepted():
+    assert to_chinese(np.int64(12)) == ["十", "二"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Training and test
 
 
-def test_no_number_is_in_two_parts():
+def test_no_number_is_in_two_lists():
     train, validation, test = split_numbers(72_000, 700, 800)
     assert [len(part) for part in (train, validation, test)] == [72_000, 700, 800]
     assert len({*validation, *test}) == 700 + 800
     assert not {*train} & {*validation, *test}
 
 
-def test_all_small_numbers_are_learned_and_none_is_asked_for():
+def test_all_small_numbers_are_in_training_and_none_is_held_out():
     train, validation, test = split_numbers(7200, 300, 300)
     assert set(range(1000)) <= set(train)
     assert min(validation + test) >= 1000
 
 
-def test_lengths_are_drawn_evenly():
+def test_each_length_is_drawn_equally_often():
     train, _, test = split_numbers(7200, 100, 2000)
     assert np.bincount([len(str(n)) for n in train]).tolist() == [0] + [900] * 8
     counts = np.bincount([len(str(n)) for n in test])[4:]
@@ -158,7 +158,7 @@ def test_lengths_are_drawn_evenly():
     assert counts.min() > 380  # of the 420 of each length that validation and test share
 
 
-def test_numbers_come_again_only_where_there_are_no_others():
+def test_numbers_repeat_only_if_there_are_too_few():
     train, validation, test = split_numbers(80_000, 100, 100)
     counts = Counter(train)
     assert {counts[n] for n in range(10)} == {1000}
@@ -169,12 +169,12 @@ def test_numbers_come_again_only_where_there_are_no_others():
 
 def test_every_word_of_the_held_out_numbers_occurs_in_training():
     train, validation, test = split_numbers(7200, 500, 500)
-    for say in (english, chinese):
-        known = {word for n in train for word in say(n)}
-        assert {word for n in validation + test for word in say(n)} <= known
+    for write in (to_english, to_chinese):
+        known = {word for n in train for word in write(n)}
+        assert {word for n in validation + test for word in write(n)} <= known
 
 
-def test_the_parts_depend_on_the_seed_alone():
+def test_the_split_depends_on_the_seed_only():
     assert split_numbers(7200, 50, 50, seed=1) == split_numbers(7200, 50, 50, seed=1)
     assert split_numbers(7200, 50, 50, seed=1) != split_numbers(7200, 50, 50, seed=2)
 

@@ -1,4 +1,4 @@
-"""The translation examples run in their short form, on numbers and on files, and say what is wrong with a file."""
+"""The translation examples run in their short form, on numbers and on files, and name errors in a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUNGS = sorted(path.stem for path in (EXAMPLES / "translation").glob("[a-g]_*.py
 
 @pytest.fixture(scope="module")
 def corpus():
-    return common.number_corpus(n_train=7200, n_held_out=30)
+    return common.make_number_corpus(n_train=7200, n_held_out=30)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def run_script(path, *arguments, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# They run
+# Short runs
 
 
 @pytest.mark.parametrize("name", RUNGS)
@@ -61,7 +61,7 @@ def test_each_rung_runs_by_itself_and_reports(name, monkeypatch, tmp_path, capsy
     run_script(EXAMPLES / "translation" / f"{name}.py", "--short", "--out", tmp_path, monkeypatch=monkeypatch)
     (row,) = json.loads((tmp_path / "ladder.json").read_text(encoding="utf-8"))["rows"]
     assert row["rung"] == name[0]
-    assert row["by_kind"].keys() == {f"{n} digits" for n in (4, 5, 6, 7, 8)}
+    assert row["by_group"].keys() == {f"{n} digits" for n in (4, 5, 6, 7, 8)}
     assert f"| {row['rung']}) {row['title']} | {row['parameters']:,} |" in capsys.readouterr().out
 
 
@@ -85,7 +85,7 @@ def test_the_ladder_prints_one_table_and_draws_it(tmp_path, capsys):
     assert (tmp_path / "accuracy_by_length.png").stat().st_size > 10_000
 
 
-def test_an_interrupted_ladder_goes_on_and_one_of_other_conditions_is_refused(tmp_path, monkeypatch):
+def test_an_interrupted_ladder_continues_and_other_conditions_are_refused(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     out = str(tmp_path)
     (first,) = ladder.main(["--short", "--only", "a", "--out", out])
@@ -99,71 +99,71 @@ def test_an_interrupted_ladder_goes_on_and_one_of_other_conditions_is_refused(tm
         ladder.main(["--short", "--only", "a", "--seed", "1", "--out", out])
 
 
-def test_the_ladder_climbs_a_file_of_pairs(tsv, tmp_path, capsys):
+def test_the_ladder_runs_on_a_file_of_pairs(tsv, tmp_path, capsys):
     rows = ladder.main(["--short", "--only", "a", "g", "--pairs", str(tsv), "--out", str(tmp_path / "out")])
     assert [row.rung for row in rows] == ["a", "g"]
-    assert rows[0].by_kind.keys() == {"1-4 words"}
+    assert rows[0].by_group.keys() == {"1-4 words"}
     assert "60 lines, 60 different sources" in capsys.readouterr().out
 
 
-def test_saved_weights_translate_as_the_trained_ones_did(tmp_path, corpus, capsys):
-    model = g_encoder_decoder.build(common.number_corpus(7200, 40), seed=0)
+def test_loaded_weights_translate_as_the_saved_model(tmp_path, corpus, capsys):
+    model = g_encoder_decoder.build(common.make_number_corpus(7200, 40), seed=0)
     model.save(tmp_path / "weights.safetensors")
     arguments = ["--short", "--weights", str(tmp_path / "weights.safetensors"), "--say", "two million and five"]
     g_encoder_decoder.main([*arguments, "--beam", "2"])
     out = capsys.readouterr().out
     found = model.search(
-        common.number_corpus(7200, 40).source.encode(["two", "million", "and", "five"]),
+        common.make_number_corpus(7200, 40).source.encode(["two", "million", "and", "five"]),
         beam=2,
     )
-    assert found.tree(common.number_corpus(7200, 40).target.words.__getitem__) in out
+    assert found.tree(common.make_number_corpus(7200, 40).target.words.__getitem__) in out
 
 
-def test_training_is_the_same_every_time_and_lowers_the_loss(corpus):
+def test_training_is_deterministic_and_lowers_the_loss(corpus):
     settings = common.Settings(steps=12, batch=16, warmup=2)
     histories, after = [], []
     for _ in range(2):
         model = c_attention.build(corpus)
-        before = common.validation_loss(model, corpus)
+        before = common.measure_validation_loss(model, corpus)
         histories.append(common.train(model, corpus, settings, show=lambda line: None))
-        after.append(common.validation_loss(model, corpus))
+        after.append(common.measure_validation_loss(model, corpus))
     assert histories[0] == histories[1]
     assert after[0] == after[1] < before - 0.5
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What they are fed with
+# Sentences and batches
 
 
 def test_an_epoch_has_every_pair_once_in_batches_of_one_length(corpus):
     seen = []
-    for source, target in common.batches(corpus, corpus.train, 32, np.random.default_rng(0)):
+    for source, target in common.make_batches(corpus, corpus.train, 32, np.random.default_rng(0)):
         assert len(source) == len(target) <= 32
         assert (source != common.PAD).all()
         seen += [tuple(s) + tuple(t[t != common.PAD]) for s, t in zip(source.tolist(), target, strict=True)]
     assert sorted(seen) == sorted(tuple(s + t) for s, t in map(corpus.encode, corpus.train))
 
 
-def test_answers_come_in_the_order_of_the_questions(corpus):
+def test_translations_are_in_the_order_of_the_pairs(corpus):
     model = c_attention.build(corpus)
     pairs = corpus.test[:9]
-    together = common.translations(model, corpus, pairs, size=4)
-    alone = [common.translations(model, corpus, [pair])[0] for pair in pairs]
+    together = common.translate(model, corpus, pairs, size=4)
+    alone = [common.translate(model, corpus, [pair])[0] for pair in pairs]
     assert together == alone
-    assert common.exact(pairs, [pair.target for pair in pairs[:4]] + together[4:]) >= 4 / 9
+    assert common.compute_exact_match(pairs, [pair.target for pair in pairs[:4]] + together[4:]) >= 4 / 9
 
 
-def test_what_is_held_out_of_a_file_is_not_learned_but_its_words_are(tsv):
-    corpus = common.file_corpus(tsv)
+def test_held_out_pairs_of_a_file_are_not_in_training_but_their_words_are(tsv):
+    corpus = common.read_corpus(tsv)
     parts = [corpus.train, corpus.validation, corpus.test]
     assert [len(part) for part in parts] == [54, 3, 3]
     assert len({tuple(pair.source) for part in parts for pair in part}) == 60
     assert corpus.max_len == 5
 
 
-def test_words_and_characters_are_cut_as_they_are_written():
-    assert common.tokens("I don't know, Tom!") == ["i", "don't", "know", ",", "tom", "!"]
-    assert common.tokens("我不知道，Tom。") == ["我", "不", "知", "道", "，", "tom", "。"]
+def test_text_is_split_into_words_marks_and_characters():
+    assert common.split_words("I don't know, Tom!") == ["i", "don't", "know", ",", "tom", "!"]
+    assert common.split_words("我不知道，Tom。") == ["我", "不", "知", "道", "，", "tom", "。"]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_words_and_characters_are_cut_as_they_are_written():
         ("", "line 61: expected a sentence, a tab"),
         ("words\t", "line 61: the translation is empty"),
         (" \t字", "line 61: the source is empty"),
-        ("Tom sees " * 9 + "it\t字", "line 61: the source has 19 words, and with an end it must fit into 12"),
+        ("Tom sees " * 9 + "it\t字", "line 61: the source has 19 words, at most 11 are allowed"),
         ("Tom\t" + "字" * 12, "line 61: the translation has 12 words"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_bad_line_of_a_file_is_named(tsv, line, message):
     ("arguments", "message"),
     [
         (["--pairs", "nowhere.tsv"], "there is no text file nowhere.tsv"),
-        (["--max-len", "5"], "--max-len is for --pairs"),
+        (["--max-len", "5"], "--max-len needs --pairs"),
     ],
 )
 def test_bad_arguments_end_with_one_line(arguments, message):
@@ -201,20 +201,20 @@ def test_a_file_of_two_lines_is_too_small(tmp_path):
     path = tmp_path / "two.tsv"
     path.write_text("one\t一\ntwo\t二\n", encoding="utf-8")
     with pytest.raises(ValueError, match="2 pairs are too few"):
-        common.file_corpus(path)
+        common.read_corpus(path)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("two bananas", "has the unknown word 'bananas'"), ("", "is empty"), ("two " * 17, "must fit into 17")],
+    [("two bananas", "has the unknown word 'bananas'"), ("", "is empty"), ("two " * 17, "at most 16 are allowed")],
 )
-def test_a_sentence_that_cannot_be_translated_is_refused_with_its_word(corpus, words, message):
+def test_a_sentence_that_cannot_be_translated_is_refused(corpus, words, message):
     with pytest.raises(ValueError, match=message):
-        g_encoder_decoder.say(g_encoder_decoder.build(corpus), corpus, words, beam=2)
+        g_encoder_decoder.translate_text(g_encoder_decoder.build(corpus), corpus, words, beam=2)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What they show
+# What the examples show
 
 
 def test_without_positions_the_order_of_the_words_changes_no_answer(corpus):
@@ -226,23 +226,23 @@ def test_without_positions_the_order_of_the_words_changes_no_answer(corpus):
 
 
 def test_chinese_is_drawn_with_every_character(corpus, tmp_path):
-    """matplotlib warns of each character that the font lacks, and a warning is an error here."""
+    """matplotlib warns about each character that the font lacks, and warnings are errors in tests."""
     pytest.importorskip("matplotlib")
     try:
-        pictures.chinese_font()
+        pictures.find_chinese_font()
     except pictures.MissingFontError as error:
         pytest.skip(str(error))
     model = g_encoder_decoder.build(corpus)
-    pictures.alignment(model, corpus, [["two", "million"], ["seven"]], tmp_path / "alignment.png")
+    pictures.draw_alignment(model, corpus, [["two", "million"], ["seven"]], tmp_path / "alignment.png")
     assert (tmp_path / "alignment.png").stat().st_size > 10_000
 
 
-def test_a_missing_font_is_said_with_what_to_install(corpus, tmp_path, monkeypatch, capsys):
+def test_a_missing_font_is_reported_with_what_to_install(corpus, tmp_path, monkeypatch, capsys):
     manager = pytest.importorskip("matplotlib.font_manager")
     monkeypatch.setattr(manager.fontManager, "ttflist", [])
     with pytest.raises(pictures.MissingFontError, match="fonts-noto-cjk"):
-        pictures.chinese_font()
-    ladder.draw_alignment(g_encoder_decoder.build(corpus), corpus, [["two"]], tmp_path / "alignment.png")
+        pictures.find_chinese_font()
+    ladder.draw_alignment_if_possible(g_encoder_decoder.build(corpus), corpus, [["two"]], tmp_path / "alignment.png")
     assert "install Noto Sans CJK" in capsys.readouterr().err
     assert not (tmp_path / "alignment.png").exists()
 
@@ -252,11 +252,11 @@ def test_a_missing_font_is_said_with_what_to_install(corpus, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_word_by_word_and_as_matrices_are_the_same_to_the_last_places(seed):
-    run = word_by_word.everything(seed)
+def test_one_word_at_a_time_equals_all_words_as_matrices(seed):
+    run = word_by_word.run_all_stages(seed)
     rows = np.concatenate([word["A"].numpy() for word in run["words"]])
     assert rows.dtype == np.float64
-    assert word_by_word.difference(rows, run["whole"]["A"].numpy())[1] <= 8
+    assert word_by_word.compare(rows, run["whole"]["A"].numpy())[1] <= 8
     for i, word in enumerate(run["words"]):
         products = np.concatenate([product.numpy().ravel() for product in word["products"]])
         whole = run["whole"]["Q"].numpy()[i] @ run["whole"]["K"].numpy().T
@@ -264,14 +264,14 @@ def test_word_by_word_and_as_matrices_are_the_same_to_the_last_places(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_further_matrices_on_q_k_v_are_two_direct_projections(seed):
-    run = word_by_word.everything(seed)
-    for ours, direct in zip(run["heads"], run["direct"], strict=True):
-        np.testing.assert_allclose(ours.numpy(), direct.numpy(), rtol=0, atol=1e-13)
+def test_two_matrices_in_a_row_equal_their_product(seed):
+    run = word_by_word.run_all_stages(seed)
+    for head, combined in zip(run["heads"], run["combined"], strict=True):
+        np.testing.assert_allclose(head.numpy(), combined.numpy(), rtol=0, atol=1e-13)
 
 
-def test_the_two_heads_are_a_multi_head_attention(rng):
-    run = word_by_word.everything()
+def test_the_two_heads_equal_multi_head_attention(rng):
+    run = word_by_word.run_all_stages()
     p = run["p"]
     mha = tg.nn.MultiHeadAttention(6, 2, d_k=3).astype(np.float64)
     for x in "QKV":
@@ -284,13 +284,13 @@ def test_the_two_heads_are_a_multi_head_attention(rng):
 def test_every_stage_is_drawn(tmp_path, monkeypatch, capsys):
     run_script(EXAMPLES / "word_by_word.py", "--out", tmp_path, monkeypatch=monkeypatch)
     out = capsys.readouterr().out
-    assert "A_1, the four values in these shares" in out
+    assert "A_1, the sum of the four values with these weights" in out
     stages = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert len(stages) == 7
     for name, titles in {
-        "2_one_word_asks": ["q_1·k_4", "W_K"],
-        "3_one_word_answered": ["A_1"],
-        "7_together": ["W_O"],
+        "2_products_of_one_word": ["q_1·k_4", "W_K"],
+        "3_result_of_one_word": ["A_1"],
+        "7_output": ["W_O"],
     }.items():
         for title in titles:
             assert title in stages[name]

@@ -1,4 +1,4 @@
-"""a) A feed-forward network for each word: what stands at a place depends on the word there, and on nothing else.
+"""a) A feed-forward network applied to each word: the answer at a position depends only on the word there.
 
 python examples/translation/a_per_word.py
 """

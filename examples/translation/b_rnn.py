@@ -1,9 +1,9 @@
-"""b) A recurrent network reads the words in order and carries what it has understood along; a second one writes.
+"""b) A recurrent network reads the words in order into one state; a second one writes the answer from that state.
 
     python examples/translation/b_rnn.py
     python examples/translation/b_rnn.py --cell gru
 
-All that the writer learns of the sentence is the reader's last state, however long the sentence was.
+The decoder receives only the last state of the encoder, whose size does not depend on the length of the sentence.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""c) Attention without positions: every word looks at all words, as a bag of words.
+"""c) Attention without positions: every word attends to all words, without regard to their order.
 
     python examples/translation/c_attention.py
 
-Scores are the dot products of the word vectors themselves, and what is mixed are those vectors: attention before any
-matrix. Nothing in it knows where a word stands, so "two thousand and five" and "five thousand and two" get the same
-answers in another order.
+The scores are dot products of the word vectors, and the result is a weighted sum of the same vectors: attention
+without any matrices. It does not depend on positions, so each word of "two thousand and five" gets the same answer as
+in "five thousand and two".
 """
 
 import sys
@@ -18,7 +18,7 @@ RUNG, TITLE = "c", "attention, no positions"
 
 
 class PlainAttention(nn.Module):
-    """A_i = softmax(x_i x_j / sqrt(d)) x_j: every word becomes a weighted sum of all words."""
+    """A = softmax(X X^T / sqrt(d)) X: each row is a weighted sum of all word vectors."""
 
     def forward(self, x, key_allow):
         return nn.attention(x, x, x, key_allow=key_allow)
@@ -37,8 +37,8 @@ def build(corpus, seed=0, mixer=None, positions=False):
     )
 
 
-def show_blindness(model, corpus):
-    """The same words in another order: what stands at the places of the words, by word."""
+def show_answers_per_word(model, corpus):
+    """Print the answer at each word's position, for the same words in two orders."""
     for text in ("two thousand and five", "five thousand and two"):
         words = text.split()
         best = model(corpus.source.encode(words)).numpy()[: len(words)].argmax(axis=-1)
@@ -48,5 +48,5 @@ def show_blindness(model, corpus):
 if __name__ == "__main__":
     model, corpus = common.run(RUNG, TITLE, build, __doc__)
     if "--pairs" not in sys.argv:
-        print("\nEvery word is answered alike, wherever it stands:")
-        show_blindness(model, corpus)
+        print("\nEach word gets the same answer in every position:")
+        show_answers_per_word(model, corpus)

@@ -1,4 +1,4 @@
-"""What all rungs share: the sentences, the training, and the report."""
+"""Code that all rungs share: the sentences, training, measuring, and the report."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from number_words import chinese, english, split_numbers
+from number_words import split_numbers, to_chinese, to_english
 
 import tinygrad_mha as tg
 from tinygrad_mha.data import read_text
@@ -25,16 +25,16 @@ SPECIAL = ["<pad>", "<start>", "<end>"]
 
 
 class Pair(NamedTuple):
-    """A sentence and its translation, as words; `kind` is what the report counts by, `place` where it came from."""
+    """A sentence and its translation, as words."""
 
     source: list
     target: list
-    kind: str
-    place: str
+    group: str  # the report gives the accuracy per group, such as "4 digits"
+    origin: str  # where the pair comes from, for error messages
 
 
 class Words:
-    """A vocabulary: words to ids and back."""
+    """A vocabulary: maps words to ids and ids to words."""
 
     def __init__(self, words):
         self.words = SPECIAL + sorted(set(words) - set(SPECIAL))
@@ -43,33 +43,34 @@ class Words:
     def __len__(self):
         return len(self.words)
 
-    def encode(self, words, place="this sentence"):
-        """The ids of some words.
+    def encode(self, words, origin="this sentence"):
+        """Return the ids of a list of words; `origin` names the list in errors.
 
         Raises:
-            ValueError: no words, or one that is not in the vocabulary.
+            ValueError: an empty list, or a word that is not in the vocabulary.
         """
         if not words:
-            raise ValueError(f"{place} is empty")
+            raise ValueError(f"{origin} is empty")
         unknown = [word for word in words if word not in self.ids]
         if unknown:
-            raise ValueError(f"{place} has the unknown word {unknown[0]!r}; {len(self)} words are known")
+            raise ValueError(f"{origin} has the unknown word {unknown[0]!r}; {len(self)} words are known")
         return [self.ids[word] for word in words]
 
     def decode(self, ids):
+        """Return the words with these ids."""
         return [self.words[i] for i in ids]
 
 
 class Corpus:
-    """Pairs to learn from, to watch the training with, and to be asked for, with the two vocabularies.
+    """Sentence pairs for training, validation and test, with the vocabularies of both languages.
 
     Args:
         train, validation, test: lists of `Pair`.
-        max_len: the longest sentence that a model has to hold.
-        seen: pairs of the training to ask for as well; the first thousand unless given.
+        max_len: the length of the longest sentence that a model must accept.
+        seen: training pairs on which accuracy is measured as well; the first thousand by default.
 
     Raises:
-        ValueError: a sentence that is empty, too long, or has a word that is never learned; it names the place.
+        ValueError: a sentence that is empty, too long, or has a word that does not occur in training.
     """
 
     def __init__(self, train, validation, test, max_len, seen=None):
@@ -81,61 +82,62 @@ class Corpus:
             self.encode(pair)
 
     def encode(self, pair):
-        """(source ids, `start` + target ids + `end`)."""
+        """Return the source ids, and the target ids between `start` and `end`."""
         for side, words in (("source", pair.source), ("translation", pair.target)):
             if len(words) >= self.max_len:
                 raise ValueError(
-                    f"{pair.place}: the {side} has {len(words)} words, and with an end it must fit into {self.max_len}"
+                    f"{pair.origin}: the {side} has {len(words)} words, at most {self.max_len - 1} are allowed"
                 )
-        source = self.source.encode(pair.source, f"{pair.place}: the source")
-        target = self.target.encode(pair.target, f"{pair.place}: the translation")
+        source = self.source.encode(pair.source, f"{pair.origin}: the source")
+        target = self.target.encode(pair.target, f"{pair.origin}: the translation")
         return source, [START, *target, END]
 
 
-def number_corpus(n_train=40_000, n_held_out=1000, seed=0):
-    """English number words and Chinese numerals."""
+def make_number_corpus(n_train=40_000, n_held_out=1000, seed=0):
+    """Make a corpus of English number words and Chinese numerals."""
 
-    def pair(n):
-        return Pair(english(n), chinese(n), f"{len(str(n))} digits", f"the number {n}")
+    def make_pair(n):
+        return Pair(to_english(n), to_chinese(n), f"{len(str(n))} digits", f"the number {n}")
 
     parts = split_numbers(n_train, n_held_out, n_held_out, seed)
-    return Corpus(*([pair(n) for n in part] for part in parts), max_len=17, seen=[pair(n) for n in range(1000)])
+    pairs = ([make_pair(n) for n in part] for part in parts)
+    return Corpus(*pairs, max_len=17, seen=[make_pair(n) for n in range(1000)])
 
 
-def file_corpus(path, max_len=None, n_held_out=500, seed=0):
-    """Sentence pairs from a file with a tab between the two sides (more columns are not looked at).
+def read_corpus(path, max_len=None, n_held_out=500, seed=0):
+    """Read sentence pairs from a file with a tab between the two sides; further columns are ignored.
 
-    The source is cut into words and marks, lower case; a translation with Chinese characters into characters. Of
-    several translations of a sentence the first is taken. A pair is held out only if each of its words occurs in
-    another pair: what is never seen cannot be learned.
+    Sentences are split into lower-case words and punctuation marks, Chinese into characters. If a sentence has several
+    translations, the first is used. A pair is held out only if each of its words occurs in a training pair: a word that
+    does not occur in training cannot be learned.
 
     Raises:
-        ValueError: a line without two columns, or with an empty one, or too long for `max_len`; it names the line.
+        ValueError: a line without two columns, with an empty column, or too long for `max_len`; it names the line.
     """
     pairs = {}
     lines = read_text(path).splitlines()
     for i, line in enumerate(lines, 1):
-        place = f"{path}, line {i}"
+        origin = f"{path}, line {i}"
         columns = line.split("\t")
         if len(columns) < 2:
-            raise ValueError(f"{place}: expected a sentence, a tab and its translation, got {line[:60]!r}")
-        source, target = (tokens(text) for text in columns[:2])
+            raise ValueError(f"{origin}: expected a sentence, a tab and its translation, got {line[:60]!r}")
+        source, target = (split_words(text) for text in columns[:2])
         if not source or not target:
-            raise ValueError(f"{place}: the {'translation' if source else 'source'} is empty")
-        pairs.setdefault(tuple(source), Pair(source, target, kind_of(len(source)), place))
-    print(f"{path}: {len(lines)} lines, {len(pairs)} different sources (the first translation of each)")
+            raise ValueError(f"{origin}: the {'translation' if source else 'source'} is empty")
+        pairs.setdefault(tuple(source), Pair(source, target, name_length_group(len(source)), origin))
+    print(f"{path}: {len(lines)} lines, {len(pairs)} different sources (the first translation of each is used)")
     pairs = list(pairs.values())
     np.random.default_rng(seed).shuffle(pairs)
     train, held_out = hold_out(pairs, 2 * n_held_out)
     if len(train) < 2 or len(held_out) < 2:
-        raise ValueError(f"{path}: {len(pairs)} pairs are too few to hold any out")
+        raise ValueError(f"{path}: {len(pairs)} pairs are too few: none can be held out for the test")
     half = len(held_out) // 2
     longest = 1 + max(max(len(pair.source), len(pair.target)) for pair in pairs)
     return Corpus(train, held_out[:half], held_out[half:], longest if max_len is None else max_len)
 
 
 def hold_out(pairs, n):
-    """(the others, up to `n` pairs, and at most a tenth, of which every word stays among the others)."""
+    """Split off up to `n` pairs, at most a tenth, all of whose words occur in the rest. Returns (rest, held out)."""
     counts = Counter(word for pair in pairs for side in enumerate(pair[:2]) for word in {(side[0], w) for w in side[1]})
     train, held_out = [], []
     n = min(n, len(pairs) // 10)
@@ -149,8 +151,8 @@ def hold_out(pairs, n):
     return train, held_out
 
 
-def tokens(text):
-    """Chinese characters one by one, other words whole, marks by themselves."""
+def split_words(text):
+    """Split a text into Chinese characters, other words in lower case, and punctuation marks."""
     spaced = "".join(f" {c} " if is_chinese(c) or not (c.isalnum() or c in "'’ ") else c for c in text.lower())
     return spaced.split()
 
@@ -159,7 +161,7 @@ def is_chinese(character):
     return "\u2e80" <= character <= "\u9fff" or "\uff00" <= character <= "\uffef"
 
 
-def kind_of(n_words):
+def name_length_group(n_words):
     low = (n_words - 1) // 4 * 4
     return f"{low + 1}-{low + 4} words"
 
@@ -168,17 +170,18 @@ def kind_of(n_words):
 # Batches
 
 
-def padded(rows):
+def pad_rows(rows):
+    """Return rows of ids as one array, padded at the end."""
     out = np.full((len(rows), max(map(len, rows))), PAD)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out
 
 
-def batches(corpus, pairs, size, rng=None):
-    """(source ids, target ids) of `size` pairs at a time, all sources of a batch equally long, in random order.
+def make_batches(corpus, pairs, size, rng=None):
+    """Yield (source ids, target ids) of up to `size` pairs, shuffled if there is an `rng`.
 
-    Sentences of one length need no padding, so nothing is computed for nothing and nothing must be masked.
+    All sources of a batch have the same length, so they need neither padding nor masks.
     """
     encoded = [corpus.encode(pair) for pair in pairs]
     order = np.arange(len(encoded)) if rng is None else rng.permutation(len(encoded))
@@ -189,12 +192,13 @@ def batches(corpus, pairs, size, rng=None):
     if rng is not None:
         rng.shuffle(groups)
     for group in groups:
-        yield padded([source for source, _ in group]), padded([target for _, target in group])
+        yield pad_rows([source for source, _ in group]), pad_rows([target for _, target in group])
 
 
-def endless(corpus, size, rng):
+def repeat_batches(corpus, size, rng):
+    """Yield batches of the training pairs without end, in a new order each time."""
     while True:
-        yield from batches(corpus, corpus.train, size, rng)
+        yield from make_batches(corpus, corpus.train, size, rng)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ def endless(corpus, size, rng):
 
 @dataclass
 class Settings:
-    """How every rung is trained."""
+    """The training settings, the same for every rung."""
 
     steps: int = 1600
     batch: int = 64
@@ -215,7 +219,7 @@ class Settings:
 
 @dataclass
 class Row:
-    """What is reported of a rung."""
+    """The results of one rung."""
 
     rung: str
     title: str
@@ -224,22 +228,22 @@ class Row:
     cpu_seconds: float
     validation_loss: float
     exact: float
-    by_kind: dict
-    seen: float  # exact match on a thousand sentences of the training (the numbers below 1000)
+    by_group: dict
+    seen: float  # exact match on a thousand training sentences (the numbers below 1000)
     losses: list = field(default_factory=list)
     examples: list = field(default_factory=list)
 
 
 def train(model, corpus, settings, show=print):
-    """Move the weights `settings.steps` times. Returns the training losses, [(step, mean since the last)]."""
+    """Run `settings.steps` optimizer steps. Returns the training losses: [(step, mean since the previous entry)]."""
     optimizer = AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    feed = endless(corpus, settings.batch, np.random.default_rng(settings.seed))
+    batches = repeat_batches(corpus, settings.batch, np.random.default_rng(settings.seed))
     history, recent = [], []
     for step in range(settings.steps):
         optimizer.lr = warmup_cosine(
             step, settings.lr, settings.lr / 100, min(settings.warmup, settings.steps), settings.steps
         )
-        loss = model.loss(*next(feed))
+        loss = model.loss(*next(batches))
         loss.backward(leaves_only=True)
         norm = clip_grad_norm(optimizer.parameters, settings.clip)
         recent.append(loss.item())
@@ -255,53 +259,53 @@ def train(model, corpus, settings, show=print):
 
 
 @tg.no_grad
-def validation_loss(model, corpus, size=250):
-    """The mean loss of a target word, `end` among them."""
+def measure_validation_loss(model, corpus, size=250):
+    """Return the mean loss per target word, `end` included."""
     total = words = 0
-    for source, target in batches(corpus, corpus.validation, size):
+    for source, target in make_batches(corpus, corpus.validation, size):
         n = np.count_nonzero(target[:, 1:] != PAD)
         total += model.loss(source, target).item() * n
         words += n
     return total / words
 
 
-def translations(model, corpus, pairs, size=250, **options):
-    """What the model makes of each pair's source, as words, in the order of the pairs."""
+def translate(model, corpus, pairs, size=250, **options):
+    """Return the model's translation of each pair's source, as words, in the order of the pairs."""
     encoded = [corpus.encode(pair)[0] for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: len(encoded[i]))
     out = [None] * len(pairs)
     for first in range(0, len(order), size):
         part = order[first : first + size]
-        for i, ids in zip(part, model.generate(padded([encoded[i] for i in part]), **options), strict=True):
+        for i, ids in zip(part, model.generate(pad_rows([encoded[i] for i in part]), **options), strict=True):
             out[i] = corpus.target.decode(ids)
     return out
 
 
-def exact(pairs, answers):
-    """The share that is right from the first word to the last."""
+def compute_exact_match(pairs, answers):
+    """Return the fraction of answers that equal the translation word for word."""
     return sum(pair.target == answer for pair, answer in zip(pairs, answers, strict=True)) / max(1, len(pairs))
 
 
 def measure(rung, title, model, corpus, settings, show=print):
-    """Train a model and report it: (row, answers on the test pairs)."""
+    """Train a model and measure it. Returns a `Row`."""
     show(f"{rung}) {title}: {model.count():,} parameters")
     wall, cpu = time.perf_counter(), time.process_time()
     losses = train(model, corpus, settings, show)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    answers = translations(model, corpus, corpus.test)
-    kinds = {}
+    answers = translate(model, corpus, corpus.test)
+    groups = {}
     for pair, answer in zip(corpus.test, answers, strict=True):
-        kinds.setdefault(pair.kind, []).append(pair.target == answer)
+        groups.setdefault(pair.group, []).append(pair.target == answer)
     row = Row(
         rung,
         title,
         model.count(),
         wall,
         cpu,
-        validation_loss(model, corpus),
-        exact(corpus.test, answers),
-        {kind: sum(right) / len(right) for kind, right in sorted(kinds.items(), key=lambda item: kind_order(item[0]))},
-        exact(corpus.seen, translations(model, corpus, corpus.seen)),
+        measure_validation_loss(model, corpus),
+        compute_exact_match(corpus.test, answers),
+        {group: sum(groups[group]) / len(groups[group]) for group in sorted(groups, key=find_first_number)},
+        compute_exact_match(corpus.seen, translate(model, corpus, corpus.seen)),
         losses,
     )
     step = max(1, len(corpus.test) // 6)
@@ -310,35 +314,37 @@ def measure(rung, title, model, corpus, settings, show=print):
     return row
 
 
-def kind_order(kind):
-    return int(kind.split()[0].split("-")[0])
+def find_first_number(group):
+    """Return the number that the name of a group begins with: 5 for "5-8 words"."""
+    return int(group.split()[0].split("-")[0])
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # The report
 
 
-def table(rows):
-    """The rows as a table of Markdown."""
-    kinds = sorted({kind for row in rows for kind in row.by_kind}, key=kind_order)
-    head = ["rung", "parameters", "seconds", "of CPU", "validation loss", "exact match", *kinds, "trained on"]
+def format_table(rows):
+    """Return the rows as a Markdown table."""
+    groups = sorted({group for row in rows for group in row.by_group}, key=find_first_number)
+    head = ["rung", "parameters", "seconds", "CPU seconds", "validation loss", "exact match", *groups, "trained on"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for row in rows:
-        shares = [row.exact, *(row.by_kind.get(kind) for kind in kinds), row.seen]
+        accuracies = [row.exact, *(row.by_group.get(group) for group in groups), row.seen]
         times = [f"{row.seconds:.0f}", f"{row.cpu_seconds:.0f}"]
-        figures = [f"{row.parameters:,}", *times, f"{row.validation_loss:.4f}", *map(percent, shares)]
+        figures = [f"{row.parameters:,}", *times, f"{row.validation_loss:.4f}", *map(format_percent, accuracies)]
         lines.append([f"{row.rung}) {row.title}", *figures])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def percent(share):
-    return "" if share is None else f"{100 * share:.1f} %"
+def format_percent(fraction):
+    return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def examples(row):
+def format_examples(row):
+    """Return some test sentences with the right answer and the model's."""
     lines = [
-        f"{'right' if wanted == got else 'WRONG'}  {source}\n       {wanted}  <-  {got}"
-        for source, wanted, got in row.examples
+        f"{'right' if expected == got else 'WRONG'}  {source}\n       expected {expected}, got {got}"
+        for source, expected, got in row.examples
     ]
     return "\n".join(lines)
 
@@ -347,73 +353,74 @@ def examples(row):
 # The command line of a rung
 
 
-def parser(description):
+def make_parser(description):
+    """Return a parser of the options that all rungs have."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=Settings.steps, help="how many times the weights move")
+    p.add_argument("--steps", type=int, default=Settings.steps, help="the number of optimizer steps")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--short", action="store_true", help="a few steps on little data: does it run?")
+    p.add_argument("--short", action="store_true", help="run a few steps on little data, as a test")
     p.add_argument(
-        "--pairs", metavar="FILE.tsv", help="real sentence pairs instead of numbers, a tab between the sides"
+        "--pairs", metavar="FILE.tsv", help="real sentence pairs instead of numbers, with a tab between the sides"
     )
-    p.add_argument("--max-len", type=int, help="with --pairs: refuse longer sentences (unless given, the longest fits)")
-    p.add_argument("--out", metavar="FOLDER", help="write the results (JSON) and pictures there")
+    p.add_argument("--max-len", type=int, help="with --pairs: the longest sentence allowed (all by default)")
+    p.add_argument("--out", metavar="FOLDER", help="write the results (JSON) and pictures to this folder")
     return p
 
 
 def open_corpus(args):
     if args.max_len is not None and not args.pairs:
-        raise ValueError("--max-len is for --pairs")
+        raise ValueError("--max-len needs --pairs")
     if args.pairs:
-        return file_corpus(args.pairs, args.max_len, n_held_out=20 if args.short else 500, seed=args.seed)
-    return number_corpus(7200, 40, args.seed) if args.short else number_corpus(seed=args.seed)
+        return read_corpus(args.pairs, args.max_len, n_held_out=20 if args.short else 500, seed=args.seed)
+    return make_number_corpus(7200, 40, args.seed) if args.short else make_number_corpus(seed=args.seed)
 
 
-def or_exit(f, *args):
-    """f(*args); what is wrong with the input ends the script with one line."""
+def exit_on_error(f, *args):
+    """Return f(*args); an error in the input ends the script with one line."""
     try:
         return f(*args)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def open_settings(args):
+def choose_settings(args):
     if args.short:
         return Settings(steps=min(args.steps, 8), batch=16, warmup=2, seed=args.seed)
     return Settings(steps=args.steps, seed=args.seed)
 
 
 def run(rung, title, build, description, argv=None):
-    """The whole of a rung's script: read the command line, train, print the report. Returns (model, corpus)."""
-    args = parser(description).parse_args(argv)
-    corpus = or_exit(open_corpus, args)
+    """Run a rung as a script: read the command line, train, print the report. Returns (model, corpus)."""
+    args = make_parser(description).parse_args(argv)
+    corpus = exit_on_error(open_corpus, args)
     model = build(corpus, args.seed)
     report(rung, title, model, corpus, args)
     return model, corpus
 
 
 def report(rung, title, model, corpus, args):
-    """Train a model, print the report of it, and write it where the command line says."""
-    settings = open_settings(args)
+    """Train and measure a model, print the results, and write them to the folder that the command line gives."""
+    settings = choose_settings(args)
     row = measure(rung, title, model, corpus, settings)
-    print(f"\n{table([row])}\n\n{examples(row)}")
+    print(f"\n{format_table([row])}\n\n{format_examples(row)}")
     if args.out:
-        write_rows([row], args.out, conditions(args, settings))
+        write_rows([row], args.out, list_conditions(args, settings))
 
 
-def conditions(args, settings):
-    """What rows must have in common to stand in one table."""
+def list_conditions(args, settings):
+    """Return the settings that all rows of one table must share."""
     return {**asdict(settings), "pairs": args.pairs, "max_len": args.max_len, "short": args.short}
 
 
-def write_rows(rows, folder, given):
-    """Keep what was measured under the conditions `given`."""
+def write_rows(rows, folder, conditions):
+    """Write the rows that were measured under these conditions to ladder.json."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    kept = {"conditions": given, "rows": [asdict(row) for row in rows]}
-    Path(folder, "ladder.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1), encoding="utf-8")
+    results = {"conditions": conditions, "rows": [asdict(row) for row in rows]}
+    Path(folder, "ladder.json").write_text(json.dumps(results, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def read_rows(folder, given):
-    """The rows that are in a folder already, none if there is none.
+def read_rows(folder, conditions):
+    """Return the rows that ladder.json in `folder` contains; an empty list if there is no such file.
 
     Raises:
         ValueError: they were measured under other conditions.
@@ -421,7 +428,7 @@ def read_rows(folder, given):
     path = Path(folder, "ladder.json")
     if not path.exists():
         return []
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["conditions"] != given:
-        raise ValueError(f"{path} was measured under other conditions: {kept['conditions']}; choose another folder")
-    return [Row(**row) for row in kept["rows"]]
+    results = json.loads(path.read_text(encoding="utf-8"))
+    if results["conditions"] != conditions:
+        raise ValueError(f"{path} was measured under other conditions: {results['conditions']}; choose another folder")
+    return [Row(**row) for row in results["rows"]]

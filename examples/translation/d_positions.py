@@ -1,4 +1,4 @@
-"""d) The same attention with positions: sines and cosines of the place are added to each word's vector.
+"""d) The same attention with positions: sines and cosines of the position are added to each word's vector.
 
 python examples/translation/d_positions.py
 """

@@ -1,4 +1,4 @@
-"""e) One head: the matrices W_Q, W_K and W_V let a word ask for something else than what resembles it.
+"""e) One head: with the matrices W_Q, W_K and W_V a word can attend to words that are not similar to it.
 
 python examples/translation/e_one_head.py
 """

@@ -1,4 +1,4 @@
-"""f) Two heads of half the width: each word asks two questions at once, and W_O puts the answers together.
+"""f) Two heads of half the width: each word has two sets of weights, and W_O combines the two results.
 
 python examples/translation/f_two_heads.py
 """

@@ -1,13 +1,13 @@
-"""Climb the ladder: every rung on the same sentences with the same training, one table, and the pictures.
+"""Run the ladder: train every rung on the same sentences with the same settings, and make one table and the pictures.
 
     python examples/translation/ladder.py --out ladder          # the whole ladder
-    python examples/translation/ladder.py --short               # does it run?
+    python examples/translation/ladder.py --short               # a test run
     python examples/translation/ladder.py --only a g            # some rungs
     python examples/translation/ladder.py --pairs FILE.tsv      # on real sentences
 
-FOLDER gets ladder.json (everything measured), ladder.md (the table), accuracy_by_length.png, alignment.png, and the
-weights of the last rung. What is in it already is not measured again, so a ladder that was interrupted goes on. Figures
-are as they come: the seed is fixed beforehand, and no rung is tuned.
+`--out FOLDER` writes ladder.json (all results), ladder.md (the table), accuracy_by_length.png, alignment.png and the
+weights of the last rung. Rungs whose results are in the folder are not run again, so an interrupted run can be
+continued. The seed is fixed in advance, and no rung is tuned on its own.
 """
 
 import sys
@@ -38,53 +38,56 @@ SENTENCES = [
 
 
 def main(argv=None):
-    parser = common.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=sorted({rung for rung, *_ in RUNGS}), help="these rungs")
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=sorted({rung for rung, *_ in RUNGS}), help="run only these rungs")
     args = parser.parse_args(argv)
-    corpus = common.or_exit(common.open_corpus, args)
-    settings = common.open_settings(args)
-    given = common.conditions(args, settings)
+    corpus = common.exit_on_error(common.open_corpus, args)
+    settings = common.choose_settings(args)
+    conditions = common.list_conditions(args, settings)
     measured = {}
     if args.out:
         Path(args.out).mkdir(parents=True, exist_ok=True)
-        measured = {(row.rung, row.title): row for row in common.or_exit(common.read_rows, args.out, given)}
+        measured = {(row.rung, row.title): row for row in common.exit_on_error(common.read_rows, args.out, conditions)}
     sizes = [len(part) for part in (corpus.train, corpus.validation, corpus.test)]
-    print(f"{sizes[0]:,} pairs to learn from, {sizes[1]} to validate, {sizes[2]} to be asked for; {settings}")
+    print(f"{sizes[0]:,} pairs for training, {sizes[1]} for validation, {sizes[2]} for the test; {settings}")
     for rung, title, build in RUNGS:
         if (args.only and rung not in args.only) or (rung, title) in measured:
             continue
         model = build(corpus, args.seed)
         row = measured[rung, title] = common.measure(rung, title, model, corpus, settings)
-        print(f"{common.table([row])}\n{common.examples(row)}\n", flush=True)
+        print(f"{common.format_table([row])}\n{common.format_examples(row)}\n", flush=True)
         if args.out:
-            common.write_rows(in_order(measured), args.out, given)  # after every rung: a ladder takes a while
+            common.write_rows(sort_rows(measured), args.out, conditions)  # after every rung, to be able to continue
             if rung == "g":
                 model.save(Path(args.out, WEIGHTS))
-    rows = in_order(measured)
-    print(common.table(rows))
+    rows = sort_rows(measured)
+    print(common.format_table(rows))
     if args.out:
-        draw(rows, corpus, args)
+        write_report(rows, corpus, args)
     return rows
 
 
-def in_order(measured):
+def sort_rows(measured):
+    """Return the rows in the order of the rungs."""
     return [measured[rung, title] for rung, title, _ in RUNGS if (rung, title) in measured]
 
 
-def draw(rows, corpus, args):
+def write_report(rows, corpus, args):
+    """Write the table and the pictures."""
     folder = Path(args.out)
-    (folder / "ladder.md").write_text(common.table(rows) + "\n", encoding="utf-8")
-    pictures.accuracy_by_length(rows, folder / "accuracy_by_length.png")
+    (folder / "ladder.md").write_text(common.format_table(rows) + "\n", encoding="utf-8")
+    pictures.draw_accuracy(rows, folder / "accuracy_by_length.png")
     if (folder / WEIGHTS).exists():
         model = g_encoder_decoder.build(corpus, args.seed)
         model.load(folder / WEIGHTS)
         chosen = [pair.source for pair in corpus.test[:3]] if args.pairs else [s.split() for s in SENTENCES]
-        draw_alignment(model, corpus, chosen, folder / "alignment.png")
+        draw_alignment_if_possible(model, corpus, chosen, folder / "alignment.png")
 
 
-def draw_alignment(model, corpus, sentences, path):
+def draw_alignment_if_possible(model, corpus, sentences, path):
+    """Draw the alignment, or print why it cannot be drawn."""
     try:
-        pictures.alignment(model, corpus, sentences, path)
+        pictures.draw_alignment(model, corpus, sentences, path)
     except pictures.MissingFontError as error:
         print(f"no {path}: {error}", file=sys.stderr)
 

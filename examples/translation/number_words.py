@@ -1,8 +1,8 @@
 """Numbers in words: English on one side, Chinese on the other, exact from 0 to 99 999 999.
 
-English counts in groups of three digits (thousand, million), Chinese in groups of four (万), so one sentence cannot
-be had from the other word by word: 12 304 is "twelve thousand three hundred and four" and 一万二千三百零四. Zeros,
-which English leaves out, are named in Chinese, once for each gap: 10 004 is 一万零四.
+English counts in groups of three digits (thousand, million), Chinese in groups of four (万), so a number cannot be
+translated word by word: 12 304 is "twelve thousand three hundred and four" and 一万二千三百零四. English omits zeros;
+Chinese writes one 零 for each gap: 10 004 is 一万零四.
 """
 
 import numpy as np
@@ -18,31 +18,32 @@ DIGITS = "零一二三四五六七八九"
 UNITS = ("千", "百", "十", "")
 
 
-def checked(n):
+def check_number(n):
+    """Return `n` as a Python int, or raise ValueError."""
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 <= n <= LARGEST:
         raise ValueError(f"expected a whole number from 0 to {LARGEST}, got {n!r}")
     return int(n)
 
 
-def english(n):
-    """The words of a number, with the British "and".
+def to_english(n):
+    """Return the words of a number, with the British "and".
 
-    >>> " ".join(english(12_304))
+    >>> " ".join(to_english(12_304))
     'twelve thousand three hundred and four'
     """
-    n = checked(n)
+    n = check_number(n)
     words = []
     for size, name in GROUPS:
         if n >= size:
-            words += [*below_thousand(n // size), name]
+            words += [*write_below_thousand(n // size), name]
             n %= size
     if words and 0 < n < 100:
         words.append("and")
-    return words + below_thousand(n) if n or not words else words
+    return words + write_below_thousand(n) if n or not words else words
 
 
-def below_thousand(n):
-    """The words of 0 to 999."""
+def write_below_thousand(n):
+    """Return the words of 0 to 999."""
     hundreds, rest = divmod(n, 100)
     words = [ONES[hundreds], "hundred"] if hundreds else []
     if words and rest:
@@ -54,33 +55,33 @@ def below_thousand(n):
     return words
 
 
-def chinese(n):
-    """The numerals of a number, one character each.
+def to_chinese(n):
+    """Return the numerals of a number, one character each.
 
-    A gap of zeros between digits is one 零, zeros at the end are silent, and 10 to 19 begin with a bare 十, though only
-    at the beginning of the number: 十二, but 一百一十二.
+    A gap of zeros between digits is one 零, and zeros at the end are not written. 10 to 19 begin with 十 without a
+    digit, but only at the beginning of the number: 十二, but 一百一十二.
 
-    >>> "".join(chinese(12_304))
+    >>> "".join(to_chinese(12_304))
     '一万二千三百零四'
     """
-    high, low = divmod(checked(n), 10_000)
+    high, low = divmod(check_number(n), 10_000)
     if not high:
-        written = four_digits(low)
+        written = write_four_digits(low)
     else:
-        # Zeros behind 万: there is a gap if the next four digits begin with one (and are not silent).
+        # There is a gap after 万 if the last four digits begin with a zero and are not all zero.
         gap = "零" if 0 < low < 1000 else ""
-        written = four_digits(high) + "万" + gap + (four_digits(low) if low else "")
+        written = write_four_digits(high) + "万" + gap + (write_four_digits(low) if low else "")
     return list(written.removeprefix("一") if written.startswith("一十") else written)
 
 
-def four_digits(n):
-    """0 to 9999 in units of 千, 百 and 十."""
+def write_four_digits(n):
+    """Return the numerals of 0 to 9999, in units of 千, 百 and 十."""
     if n == 0:
         return "零"
     written, gap = "", False
     for digit, unit in zip(f"{n:04d}", UNITS, strict=True):
         if digit == "0":
-            gap = bool(written)  # zeros in front are no gap, and those at the end never meet another digit
+            gap = bool(written)  # leading zeros are not a gap; zeros at the end are followed by no digit
         else:
             written += ("零" if gap else "") + DIGITS[int(digit)] + unit
             gap = False
@@ -88,38 +89,41 @@ def four_digits(n):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Which numbers are learned from, and which are asked for
+# The split into training, validation and test
 
 
-LENGTHS = range(1, 9)  # how many digits a number has
+LENGTHS = range(1, 9)  # numbers of digits
 
 
 def split_numbers(n_train, n_validation=1000, n_test=1000, seed=0):
-    """Three lists for training, validation and test; no number is in two of them.
+    """Return the numbers for training, validation and test; no number is in two of these lists.
 
-    Lengths are drawn evenly in each. Validation and test hold different numbers of four digits and more: below 1000
-    there are so few that all belong to training, where they come again and again, and a word that is never seen there
-    could not be learned.
+    Each length is drawn equally often. Validation and test contain distinct numbers of four digits and more. All
+    numbers below 1000 are in training, where they are repeated: they are few, and a word that does not occur in
+    training cannot be learned.
+
+    Raises:
+        ValueError: `n_train` is too small to contain all numbers below 1000.
     """
     rng = np.random.default_rng(seed)
-    share, least = n_train // len(LENGTHS), 900
-    if share < least:
+    per_length, least = n_train // len(LENGTHS), 900
+    if per_length < least:
         raise ValueError(
             f"all numbers below 1000 are for training, so n_train is {least * len(LENGTHS)} or more, got {n_train}"
         )
     n = n_validation + n_test
-    held_out = [number for length in (4, 5, 6, 7, 8) for number in of_length(rng, length, -(-n // 5), set())]
+    held_out = [number for length in (4, 5, 6, 7, 8) for number in draw_numbers(rng, length, -(-n // 5), set())]
     held_out = [int(number) for number in rng.permutation(held_out)[:n]]
-    train = [number for length in LENGTHS for number in of_length(rng, length, share, set(held_out))]
+    train = [number for length in LENGTHS for number in draw_numbers(rng, length, per_length, set(held_out))]
     return train, held_out[:n_validation], held_out[n_validation:]
 
 
-def of_length(rng, length, n, exclude):
-    """`n` numbers of so many digits in random order, different ones as long as there are any, and then from the first
-    on again.
+def draw_numbers(rng, length, n, exclude):
+    """Draw `n` numbers of `length` digits that are not in `exclude`, in random order.
 
-    Of long numbers, every other one on average is made rounder: each digit behind the first becomes 0 with a chance of
-    one half. Digits that are all drawn evenly would leave no two million and five among eight thousand numbers.
+    They are distinct; if there are fewer than `n` such numbers, the sequence is repeated. Half of the long numbers, on
+    average, are made rounder: each digit after the first is replaced by 0 with probability 1/2. Otherwise numbers such
+    as two million and five would almost never be drawn.
     """
     low, high = (10 ** (length - 1) if length > 1 else 0), 10**length
     if high <= 10_000:

@@ -1,4 +1,4 @@
-"""The pictures of the ladder: accuracy by length, and which source words each target word looked at."""
+"""The pictures of the ladder: accuracy by length, and the attention from target words to source words."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 
 import tinygrad_mha as tg
 
-# Whichever of these is installed is used for Chinese characters.
+# Fonts with Chinese characters; the first that is installed is used.
 CHINESE_FONTS = [
     "Noto Sans CJK SC",
-    "Noto Sans CJK JP",  # the same outlines in one file; matplotlib knows the file by its first name
+    "Noto Sans CJK JP",  # matplotlib knows the font collection by this name
     "Noto Serif CJK SC",
     "Noto Serif CJK JP",
     "Source Han Sans SC",
@@ -25,15 +25,15 @@ CHINESE_FONTS = [
 
 
 class MissingFontError(RuntimeError):
-    """There is no font with Chinese characters."""
+    """No font with Chinese characters is installed."""
 
 
-def pyplot():
-    """matplotlib's pyplot, drawing to files; None with a hint where it is not installed."""
+def import_pyplot():
+    """Return matplotlib.pyplot with a backend for files, or None and print a hint if it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        print('no pictures: they need the extra "plot": pip install "tinygrad_mha[plot]"', file=sys.stderr)
+        print('no pictures: matplotlib is not installed: pip install "tinygrad_mha[plot]"', file=sys.stderr)
         return None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -41,11 +41,11 @@ def pyplot():
     return plt
 
 
-def chinese_font():
-    """The name of an installed font with Chinese characters.
+def find_chinese_font():
+    """Return the name of an installed font with Chinese characters.
 
     Raises:
-        MissingFontError: there is none; it says what to install.
+        MissingFontError: none is installed; the message says what to install.
     """
     from matplotlib import font_manager
 
@@ -55,50 +55,49 @@ def chinese_font():
             return name
     raise MissingFontError(
         "no font with Chinese characters is installed: install Noto Sans CJK (Debian and Ubuntu: "
-        "apt-get install fonts-noto-cjk), or any of " + ", ".join(CHINESE_FONTS[4:]) + ". If you did so just now, "
-        "matplotlib's list of fonts may be older: remove its folder fontlist*.json in "
-        "matplotlib.get_cachedir()"
+        "apt-get install fonts-noto-cjk), or one of " + ", ".join(CHINESE_FONTS[4:]) + ". If it is installed already, "
+        "matplotlib's list of fonts is out of date: delete fontlist*.json in matplotlib.get_cachedir()"
     )
 
 
-def accuracy_by_length(rows, path):
-    """Curves of exact match over the length of the number, a line for each rung."""
-    plt = pyplot()
+def draw_accuracy(rows, path):
+    """Draw exact match by the length of the number, one line per rung."""
+    plt = import_pyplot()
     if plt is None:
         return
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    # Dark to light and of different dashes, so that the lines are told apart without colours.
+    # Different brightness, dashes and markers, so that the lines can be told apart without colour.
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(rows)))
     for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        shares = [100 * share for share in row.by_kind.values()]
+        accuracies = [100 * accuracy for accuracy in row.by_group.values()]
         style = ("-", "--", "-.", ":")[i % 4]
         label = f"{row.rung}) {row.title}"
-        axes.plot(list(row.by_kind), shares, style, color=colour, marker="osD^vXPh"[i % 8], label=label)
+        axes.plot(list(row.by_group), accuracies, style, color=colour, marker="osD^vXPh"[i % 8], label=label)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("exact match, %")
-    axes.set_title("Numbers that were never seen, by their length")
+    axes.set_title("Numbers that are not in the training set, by length")
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     save(plt, figure, path)
 
 
 @tg.no_grad
-def alignment(model, corpus, sentences, path):
-    """The last cross-attention, the mean over its heads: a row for each word written, a column for each word read."""
-    plt = pyplot()
+def draw_alignment(model, corpus, sentences, path):
+    """Draw the last cross-attention, averaged over its heads: rows are target words, columns source words."""
+    plt = import_pyplot()
     if plt is None:
         return
-    font = chinese_font()
-    figure, several = plt.subplots(1, len(sentences), figsize=(5.2 * len(sentences), 5.4), layout="constrained")
-    for axes, words in zip(np.atleast_1d(several), sentences, strict=True):
+    font = find_chinese_font()
+    figure, panels = plt.subplots(1, len(sentences), figsize=(5.2 * len(sentences), 5.4), layout="constrained")
+    for axes, words in zip(np.atleast_1d(panels), sentences, strict=True):
         src = np.array(corpus.source.encode(words))
-        answer = model.generate(src, max_new_tokens=corpus.max_len - 1)  # which is read again, behind `start`
+        answer = model.generate(src, max_new_tokens=corpus.max_len - 1)  # read below, after `start`
         read = np.concatenate([[model.start], answer])
         _, trace = model(src, read, trace=True)
         weights = trace.cross[-1].weights.numpy()[0].mean(axis=0)
         axes.imshow(weights, cmap="Purples", vmin=0, vmax=1, aspect="auto")
         axes.set_xticks(range(len(words)), words, rotation=60, ha="right")
-        # Row i is where word i is chosen, having read those before it.
+        # Row i is the step that predicts word i.
         axes.set_yticks(range(len(read)), [*corpus.target.decode(answer), "end"], fontfamily=[font, "DejaVu Sans"])
         axes.set_title("".join(corpus.target.decode(answer)), fontfamily=[font, "DejaVu Sans"])
     figure.supylabel("written")
