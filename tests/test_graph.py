@@ -672,7 +672,7 @@ def test_the_backward_is_drawn_beside_the_forward_with_the_gradients_of_the_engi
         ("∂L/∂S_1", "∂L/∂H_1 @ V_1ᵀ"),
         ("∂L/∂scores_1", "S_1 * (∂L/∂S_1 − row sum(∂L/∂S_1 * S_1)) where allowed"),
         ("∂L/∂Q_1", "∂L/∂scores_1 / √7 @ K_1"),
-        ("∂L/∂K_1", "(∂L/∂scores_1 / √7)ᵀ @ Q_1"),
+        ("∂L/∂K_1", "∂L/∂scores_1ᵀ / √7 @ Q_1"),
         ("∂L/∂W_Q1", "Xᵀ @ ∂L/∂Q_1"),
         ("∂L/∂H_2", "∂L/∂Concat[:, 11:22]"),
         ("∂L/∂Y", "as given"),

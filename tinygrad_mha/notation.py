@@ -33,6 +33,7 @@ class Formula(NamedTuple):
         remarks: words that describe the whole formula and are shown in front of it: "scaled", "causal mask".
         kind: the kind of the primitive that computed it; "" for leaves and constants.
         factors: the operands of a matrix product.
+        quotient: the dividend and the divisor of a division by a number.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Formula(NamedTuple):
     remarks: tuple[str, ...] = ()
     kind: str = ""
     factors: tuple[Formula, Formula] | None = None
+    quotient: tuple[Formula, str] | None = None
 
     def within(self, level: int) -> str:
         """The text as an operand of an operation of `level`, in brackets if it needs them."""
@@ -136,8 +138,12 @@ def divide(x: Formula, by: float) -> Formula | None:
     n, whole = radicand(by) if by > 0 else None, by == round(by) and 1 < by < 10**6
     is_product = x.kind == "product"
     if n is not None and (is_product or not whole):
-        return Formula(f"{x.within(PRODUCT)} / √{n}", PRODUCT, ("scaled",) if is_product else ())
-    return Formula(f"{x.within(PRODUCT)} / {round(by)}", PRODUCT) if whole else None
+        return write_quotient(x, f"√{n}")._replace(remarks=("scaled",) if is_product else ())
+    return write_quotient(x, str(round(by))) if whole else None
+
+
+def write_quotient(x: Formula, divisor: str) -> Formula:
+    return Formula(f"{x.within(PRODUCT)} / {divisor}", PRODUCT, quotient=(x, divisor))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -222,7 +228,9 @@ def write_transpose(c: Call) -> Formula:
 
 
 def transpose(x: Formula) -> Formula:
-    """(A @ B)ᵀ is Bᵀ @ Aᵀ, and Aᵀᵀ is A."""
+    """(A @ B)ᵀ is Bᵀ @ Aᵀ, (A / 2)ᵀ is Aᵀ / 2, and Aᵀᵀ is A."""
+    if x.quotient is not None:
+        return write_quotient(transpose(x.quotient[0]), x.quotient[1])
     if x.factors is not None:
         return multiply(transpose(x.factors[1]), transpose(x.factors[0]))
     if x.level == POWER and x.text.endswith("ᵀ"):
@@ -264,13 +272,13 @@ def write_concat(c: Call) -> Formula:
 
 
 def write_reduction(c: Call) -> Formula:
-    """sum(x) of everything, row sum(x) over the last axis, else sum(x, axis=0)."""
+    """sum(x) of everything, row sum(x) over the last axis, column sum(x) over the one before, else sum(x, axis=0)."""
     axis, n = c.keywords.get("axis"), len(c.shapes[0])
     axes = tuple(range(n)) if axis is None else tuple(i % n for i in np.atleast_1d(axis).tolist())
     if len(axes) == n:
         return Formula(f"{c.label}({c.x.text})")
-    if axes == (n - 1,):
-        return Formula(f"row {c.label}({c.x.text})")
+    if axes in ((n - 1,), (n - 2,)):
+        return Formula(f"{'row' if axes == (n - 1,) else 'column'} {c.label}({c.x.text})")
     return Formula(f"{c.label}({c.x.text}, axis={axes[0] if len(axes) == 1 else axes})")
 
 

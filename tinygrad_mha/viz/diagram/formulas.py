@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tinygrad_mha.notation import PRODUCT, SUM, Call, Formula, write_constant
 from tinygrad_mha.viz.diagram.fold import Layout
 from tinygrad_mha.viz.diagram.record import RESHAPING, Value
 
-__all__ = ["shorten", "wrap_formula", "write_formula"]
+__all__ = ["make_call", "shorten", "wrap_formula", "write_formula"]
 
 LONGEST_OPERAND = 24
 
@@ -20,7 +21,7 @@ def write_formula(layout: Layout, titles: dict[Value, str], value: Value) -> str
     """How `value` was made, in one line: a sentence if its primitive has one, else the formula."""
     assert value.op is not None
     if value.op.sentence is not None and value.sources and not starts_with_formula(layout, value):
-        return value.op.sentence(make_call(layout, titles, value))
+        return value.op.sentence(make_call(value, operand_writer(layout, titles)))
     formula = build_formula(layout, titles, value)
     source = value
     while source.sources and source.sources[0] in layout.inlined:
@@ -39,7 +40,7 @@ def starts_with_formula(layout: Layout, value: Value) -> bool:
 
 def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> Formula:
     assert value.op is not None
-    call = make_call(layout, titles, value)
+    call = make_call(value, operand_writer(layout, titles))
     notation = layout.modules.frame_of[value].notation
     if notation:
         formula = Formula(f"{notation}({call.x.text})")
@@ -51,10 +52,8 @@ def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> For
     return formula._replace(remarks=tuple(dict.fromkeys(remarks)), kind=value.op.kind)
 
 
-def make_call(layout: Layout, titles: dict[Value, str], value: Value) -> Call:
-    """The operation that made `value`, as its writer sees it."""
-    op = value.op
-    assert op is not None
+def operand_writer(layout: Layout, titles: dict[Value, str]) -> Callable[[Any], Formula | None]:
+    """What writes an operand: an inlined value by its formula, another by its title, a constant by its digits."""
 
     def write_operand(x: Any) -> Formula | None:
         if not isinstance(x, Value):
@@ -63,6 +62,13 @@ def make_call(layout: Layout, titles: dict[Value, str], value: Value) -> Call:
             return build_formula(layout, titles, x)
         return Formula(shorten(titles[x], LONGEST_OPERAND), kind=x.op.kind if x.op else "")
 
+    return write_operand
+
+
+def make_call(value: Value, write_operand: Callable[[Any], Formula | None]) -> Call:
+    """The operation that made `value`, as its writer sees it. `write_operand` writes its values and constants."""
+    op = value.op
+    assert op is not None
     given = {
         name: option
         for name, option in value.kwargs.items()
