@@ -60,7 +60,10 @@ def make() -> tuple[nn.MultiHeadAttention, np.ndarray]:
 
 def head(i: int, X: Tensor, mha: nn.MultiHeadAttention) -> dict[str, Tensor]:
     """One head, written out; every line of it is a line of the formula."""
-    (W_Q, _), (W_K, _), (W_V, _) = (mha.matrix(which, i - 1) for which in "QKV")
+    keys, values = slice((i - 1) * D_K, i * D_K), slice((i - 1) * D_V, i * D_V)  # the columns of this head
+    W_Q = mha.wq[:, keys].named(f"W_Q{i}")
+    W_K = mha.wk[:, keys].named(f"W_K{i}")
+    W_V = mha.wv[:, values].named(f"W_V{i}")
     Q = (X @ W_Q).named(f"Q_{i}")
     K = (X @ W_K).named(f"K_{i}")
     V = (X @ W_V).named(f"V_{i}")

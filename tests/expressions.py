@@ -623,6 +623,12 @@ def normalisation(b: Builder, name: str) -> Value:
     return b.apply(name, x, weight, *bias, eps=b.one_of(1e-5, 0.1))
 
 
+@builds("dropout")
+def dropout(b: Builder, name: str) -> Value:
+    x = b.pick()
+    return b.apply(name, x, b.coin_flips(x.shape, 0.8) / 0.8)
+
+
 @builds("attention")
 def attention(b: Builder, name: str) -> Value:
     q = b.pick(lambda shape: shape[-1] > 0, least=2)

@@ -70,12 +70,12 @@ def test_attention_takes_arrays_and_gives_a_tensor(rng):
 def test_attention_is_made_of_visible_steps(rng):
     q, k, v = qkv(rng)
     keep = rng.random((B, H, T_Q, T_K)) < 0.5
-    y = nn.attention(q, k, v, allow=rng.random((T_Q, T_K)) < 0.9, bias=rng.standard_normal((T_Q, T_K)), keep=keep)
+    y = nn.attention(q, k, v, allow=rng.random((T_Q, T_K)) < 0.9, bias=rng.standard_normal((T_Q, T_K)), keep_mask=keep)
     steps = []
     while y.node is not None:
         steps.append(y.node.op.name)
         y = y.node.inputs[0]
-    assert steps == ["matmul", "mul", "softmax", "mask", "add", "scale", "matmul"]
+    assert steps == ["matmul", "dropout", "softmax", "mask", "add", "scale", "matmul"]
     plain, trace = nn.attention(q, k, v, trace=True)
     assert plain is trace.heads
     assert trace.masked is trace.scores
@@ -88,7 +88,7 @@ def test_attention_agrees_with_its_fused_primitive_in_value_and_gradient(rng):
     bias = Tensor(rng.standard_normal((B, H, T_Q, T_K)), requires_grad=True)
     keep = (rng.random((B, H, T_Q, T_K)) < 0.5) * 2.0
     g = rng.standard_normal((B, H, T_Q, D_V))
-    visible = nn.attention(q, k, v, allow=allow, bias=bias, keep=keep)
+    visible = nn.attention(q, k, v, allow=allow, bias=bias, keep_mask=keep)
     fused = ops.attention(q, k, v, allow, bias, keep)
     close(visible, fused.data)
     inputs = (q, k, v, bias)
@@ -191,7 +191,7 @@ def test_a_mask_with_heads_is_refused_where_the_scores_have_none(rng):
 @pytest.mark.parametrize("name", ["allow", "key_allow"])
 def test_a_mask_of_zeros_and_ones_is_refused_with_the_reason(rng, name, dtype):
     shape = (T_Q, T_K) if name == "allow" else (B, T_K)
-    with pytest.raises(TypeError, match="holds 0 and 1, which as scores to be added would hide nothing") as caught:
+    with pytest.raises(TypeError, match="holds 0 and 1, which do not say which of the two hides") as caught:
         nn.attention(*qkv(rng), **{name: np.tri(*shape).astype(dtype)})
     assert f"{name}=(m > 0)" in str(caught.value)
 
@@ -342,7 +342,7 @@ def test_row_n_of_a_causal_attention_depends_on_rows_1_to_n_only(rng):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((5,), (7, 11), (7, 13)), r"wants q \(\.\.\., T_q, d_k\)"),
+        (((5,), (7, 11), (7, 13)), r"expects q \(\.\.\., T_q, d_k\)"),
         (((5, 11), (7, 3), (7, 13)), "same width d_k; got q .5, 11., k .7, 3."),
         (((5, 11), (7, 11), (3, 13)), "same number of rows T_k"),
         (((2, 5, 11), (3, 7, 11), (2, 7, 13)), "axes in front"),
@@ -356,11 +356,11 @@ def test_operands_that_do_not_fit_are_named_with_their_shapes(shapes, message):
 def test_keep_multiplies_the_weights_and_must_broadcast_to_them(rng):
     q, k, v = qkv(rng)
     keep = rng.random((B, H, T_Q, T_K)) < 0.5
-    y, trace = nn.attention(q, k, v, keep=keep, trace=True)
+    y, trace = nn.attention(q, k, v, keep_mask=keep, trace=True)
     close(y, (trace.weights.data * keep) @ v.data)
     close(trace.weights.data.sum(-1), np.ones((B, H, T_Q)))
-    with pytest.raises(ValueError, match=r"keep must broadcast to the weights, \(2, 3, 5, 7\), got \(7, 5\)"):
-        nn.attention(q, k, v, keep=np.ones((T_K, T_Q)))
+    with pytest.raises(ValueError, match=r"keep_mask must broadcast to the weights, \(2, 3, 5, 7\), got \(7, 5\)"):
+        nn.attention(q, k, v, keep_mask=np.ones((T_K, T_Q)))
 
 
 def test_float32_stays_float32_whatever_the_masks_are_made_of(rng):
@@ -370,7 +370,7 @@ def test_float32_stays_float32_whatever_the_masks_are_made_of(rng):
         k,
         v,
         bias=rng.standard_normal((T_Q, T_K)),
-        keep=rng.random((T_Q, T_K)),
+        keep_mask=rng.random((T_Q, T_K)),
         key_allow=np.ones((B, T_K), bool),
         trace=True,
     )
@@ -570,7 +570,7 @@ def test_dropout_differs_between_train_and_eval_only(rng):
         ({"d_k": 2.5}, "d_k .* must be an integer"),
         ({"n_head": 7}, "d_k .*got 0"),
         ({"n_head": 3, "n_kv_head": 2}, "n_head must be a multiple of n_kv_head, got 3 and 2"),
-        ({"position": "learned"}, "position must be None, 'rotary' or 'alibi', got 'learned'"),
+        ({"position": "learned"}, "a scheme that acts in attention; Learned.. is added to the input"),
         ({"position": "rotary", "d_k": 7}, "d_k must be even, got 7"),
         ({"dropout": 1.5}, "dropout must be a probability"),
         ({"d_v": True}, "d_v must be an integer"),
@@ -589,7 +589,7 @@ def test_settings_that_cannot_be_are_refused(arguments, message):
         ((3, 7), {}, "last axis of length 5, got an input of shape .3, 7."),
         ((2, 3, 5), {"memory": np.ones((3, 7, 5))}, "memory must have the batch axis of x"),
         ((2, 3, 5), {"memory": np.ones((2, 7, 3))}, "memory with d_memory columns"),
-        ((3, 5), {"positions": np.arange(3)}, "positions are for position='rotary'"),
+        ((3, 5), {"positions": np.arange(3)}, "positions are for rotary positions, this attention has Position"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x, arguments, message):
@@ -779,9 +779,9 @@ def test_seeds_decide_the_weights_and_dropout_has_a_generator_of_its_own():
     a, b, c = (nn.MultiHeadAttention(5, 2, dropout=0.5, rng=seed) for seed in (0, 0, 42))
     np.testing.assert_array_equal(a.wq.data, b.wq.data)
     assert (a.wq.data != c.wq.data).any()
-    assert list(a.generators()) == ["rng"]
+    assert list(a.generators()) == ["heads.dropout.rng"]
     rng = np.random.default_rng(0)
-    assert nn.MultiHeadAttention(5, 2, rng=rng).rng is not rng
+    assert nn.MultiHeadAttention(5, 2, rng=rng).heads.dropout.rng is not rng
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -51,20 +51,20 @@ def without_gradients():
 
 
 @pytest.mark.parametrize(
-    ("position", "n_kv_head", "norm"),
+    ("position", "n_kv_head", "norm_first"),
     [
-        ("learned", None, "pre"),
-        ("learned", 1, "post"),
-        ("sinusoidal", None, "pre"),
-        ("rotary", 2, "pre"),
-        ("rotary", None, "post"),
-        ("alibi", 2, "post"),
-        ("alibi", None, "pre"),
-        ("none", 2, "pre"),
+        ("learned", None, True),
+        ("learned", 1, False),
+        ("sinusoidal", None, True),
+        ("rotary", 2, True),
+        ("rotary", None, False),
+        ("alibi", 2, False),
+        ("alibi", None, True),
+        ("none", 2, True),
     ],
 )
-def test_every_composition_of_a_prompt_into_chunks_gives_the_same_logits(position, n_kv_head, norm):
-    model = gpt(position=position, n_kv_head=n_kv_head, norm=norm)
+def test_every_composition_of_a_prompt_into_chunks_gives_the_same_logits(position, n_kv_head, norm_first):
+    model = gpt(position=position, n_kv_head=n_kv_head, norm_first=norm_first)
     whole = model(PROMPT).data
     ways = list(compositions(6))
     assert len(ways) == 32
@@ -196,7 +196,7 @@ def test_a_call_that_fails_halfway_adds_nothing(monkeypatch):
         raise KeyError("halfway")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.h[2].attn, "project", broken)
+        patch.setattr(model.h[2].attn.c_attn, "forward", broken)
         with pytest.raises(KeyError, match="halfway"):
             model(PROMPT[:, :5], cache=cache)
     assert cache.length == 2
@@ -349,9 +349,9 @@ def test_a_cache_without_a_batch_axis_has_nothing_to_select_from():
 def test_a_cache_of_another_depth_is_refused():
     with pytest.raises(ValueError, match="the cache is for 2 layers, the model has 3"):
         gpt()(PROMPT, cache=nn.KVCache(2))
-    with pytest.raises(ValueError, match=r"this cache is for 2 layers: give each layer its own part, cache\[i\]"):
+    with pytest.raises(ValueError, match=r"this cache is for 2 layers: pass each layer its own part, cache\[i\]"):
         nn.MultiHeadAttention(5, 2)(np.ones((3, 5)), cache=nn.KVCache(2))
-    with pytest.raises(ValueError, match="one layer or more"):
+    with pytest.raises(ValueError, match="n_layer must be an integer of at least 1"):
         nn.KVCache(0)
     with pytest.raises(IndexError, match="layers 0 to 1, got 2"):
         nn.KVCache(2)[2]

@@ -721,7 +721,7 @@ def test_equal_graphs_have_no_difference():
 
 
 def test_pre_norm_against_post_norm_differs_in_its_arrows():
-    models = [gpt(norm=norm) for norm in ("pre", "post")]
+    models = [gpt(norm_first=norm_first) for norm_first in (True, False)]
     diff = tg.graph_diff(*(model(IDS) for model in models), depth=2)
     changed = {(node.title, node.change) for node in diff.picture.nodes if node.change != "same"}
     assert changed == {("ln_f", "left")}

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from tinygrad_mha import Tensor, nn, no_grad, ops
 from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
-from tinygrad_mha.nn.layers import keep_mask
+from tinygrad_mha.nn.layers import sample_dropout_mask
 from tinygrad_mha.nn.module import Module, Scope
 
 
@@ -577,7 +577,7 @@ def test_feed_forward_applies_the_activation_that_it_is_named(activation, values
 
 
 def test_an_unknown_activation_lists_the_known_ones():
-    with pytest.raises(ValueError, match="one of 'gelu', 'gelu_tanh', 'relu', got 'swish'"):
+    with pytest.raises(ValueError, match="one of 'gelu', 'gelu_tanh', 'relu', 'swiglu', got 'swish'"):
         nn.FeedForward(2, 3, "swish")
 
 
@@ -608,7 +608,7 @@ def test_dropout_keeps_the_mean_the_dtype_and_uses_one_mask_for_value_and_gradie
     np.testing.assert_allclose(y.data[kept], 1 / 0.7, rtol=1e-6)
     np.testing.assert_array_equal(x.grad, y.data)
     assert y.dtype == x.grad.dtype == np.float32
-    assert keep_mask(np.random.default_rng(0), 0.3, (2,), np.dtype(np.float32)).dtype == np.float32
+    assert sample_dropout_mask(np.random.default_rng(0), 0.3, (2,), np.dtype(np.float32)).dtype == np.float32
 
 
 def test_dropout_draws_from_its_own_generator_only():

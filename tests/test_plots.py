@@ -185,9 +185,9 @@ def test_gradient_norms_are_those_of_each_layer(model, rng):
 # The logit lens
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_the_last_line_of_the_lens_is_what_the_model_says(rng, norm):
-    config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm=norm)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_last_line_of_the_lens_is_what_the_model_says(rng, norm_first):
+    config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm_first=norm_first)
     model, ids = tg.nn.GPT(config), rng.integers(0, 13, 7)
     likely, probability = plots.lens(model, ids)
     assert likely.shape == probability.shape == (4, 7)

@@ -131,7 +131,7 @@ def test_every_engine_draws_modules_differences_and_what_is_not_finite(engine):
     model = gpt()
     closed = tg.graph(model(IDS), depth=2, engine=engine)
     assert len(texts(closed.svg())) == len(closed.picture.nodes)
-    diff = tg.graph_diff(closed, tg.graph(gpt(norm="post")(IDS), depth=2))
+    diff = tg.graph_diff(closed, tg.graph(gpt(norm_first=False)(IDS), depth=2))
     assert len(texts(diff.svg())) == len(diff.picture.nodes)
     odd = tg.graph(tg.Tensor([[np.nan, np.inf, -np.inf, 0.0]], name="x"), engine=engine)
     assert texts(odd.svg())["t0"][4:] == ["nan", "∞", "−∞", "0"]

@@ -81,14 +81,14 @@ def torch_cross_entropy(logits, targets, *, ignore_index, label_smoothing, reduc
     return F.cross_entropy(*flat, reduction="sum", **options) / counted
 
 
-def torch_attention(q, k, v, allow=None, bias=None, keep=None, *, scale):
+def torch_attention(q, k, v, allow=None, bias=None, keep_mask=None, *, scale):
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
     if allow is not None:
         scores = torch.where(allow, scores, -math.inf)
     weights = torch_softmax(scores, axis=-1)
-    return (weights if keep is None else weights * keep) @ v
+    return (weights if keep_mask is None else weights * keep_mask) @ v
 
 
 def torch_layer_norm(x, weight=None, bias=None, *, eps):
@@ -101,6 +101,7 @@ THEIRS = {
     "sub": arithmetic(operator.sub),
     "mul": arithmetic(operator.mul),
     "div": operator.truediv,
+    "dropout": lambda x, keep_mask: x * keep_mask,
     "pow": operator.pow,
     "neg": torch.neg,
     "scale": lambda x, *, by: x * by,

@@ -272,13 +272,13 @@ def test_without_a_mask_there_is_no_decoding(rng):
 def test_nothing_of_the_module_is_changed(rng):
     mha = attention(rng, dropout=0.5)
     mha.wk.requires_grad = False
-    before = mha.state_dict(), mha.rng.bit_generator.state
+    before = mha.state_dict(), mha.heads.dropout.rng.bit_generator.state
     with tg.no_grad():
         values = numbers(tg.walkthrough(mha, rng.standard_normal((5, 5))))
     assert mha.training
     assert mha.wq.grad is None
     assert not mha.wk.requires_grad
-    assert mha.rng.bit_generator.state == before[1]
+    assert mha.heads.dropout.rng.bit_generator.state == before[1]
     assert all(np.array_equal(a, before[0][name]) for name, a in mha.state_dict().items())
     np.testing.assert_allclose(values["S_1"] @ values["V_1"], values["H_1"], rtol=1e-12)  # no weight was dropped
 
@@ -291,9 +291,11 @@ def test_the_default_loss_is_half_the_sum_of_squares(rng):
     assert block(given, "data")["facts"]["loss"] == "given"
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_the_layer_of_a_gpt_has_the_models_own_input_and_gradients(rng, norm):
-    config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm=norm, dropout=0.1)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_layer_of_a_gpt_has_the_models_own_input_and_gradients(rng, norm_first):
+    config = tg.nn.GPTConfig(
+        vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm_first=norm_first, dropout=0.1
+    )
     model = tg.nn.GPT(config).astype(np.float64)
     ids = rng.integers(0, 13, 7)
     page = tg.walkthrough(model, ids, layer=1)

@@ -265,6 +265,11 @@ def write_mask(c: Call) -> Formula:
     return c.x._replace(remarks=(mask_remark(c.constants[1]),))
 
 
+def write_dropout(c: Call) -> Formula:
+    """dropout(x), without the mask."""
+    return Formula(f"{c.label}({c.x.text})")
+
+
 def write_concat(c: Call) -> Formula:
     """[a | b] along the last axis, [a ; b] along others."""
     parts = c.given if len(c.given) <= 4 else [*c.given[:2], "…", c.given[-1]]

@@ -54,6 +54,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Settings of GPT-2 that change what is computed, and the only value of each that is supported.
 FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
+# Settings of a `GPTConfig` that these formats can express; every other one must have its default value.
+EXPRESSED = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner", "dropout", "bias", "norm_first"}
+EXPRESSED |= {"activation", "tie_weights", "eps"}
+
 
 def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read config.json and model.safetensors: the keywords of a `GPTConfig`, and the arrays under our names.
@@ -102,7 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         "n_embd": values["n_embd"],
         "n_inner": values["n_inner"],
         "dropout": rates["resid_pdrop"],
-        "norm": "pre" if kind == "gpt2" else "post",
+        "norm_first": kind == "gpt2",
         "activation": ACTIVATIONS[kind][activation],
         "tie_weights": values["tie_word_embeddings"],
         "eps": values["layer_norm_epsilon"],
@@ -123,13 +127,23 @@ def rename(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return ours
 
 
-def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> None:
+def write_folder(
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    state: Mapping[str, np.ndarray],
+) -> None:
     """Write config.json and model.safetensors, as transformers does, each through a temporary name.
 
+    Args:
+        config: the settings of a `GPTConfig`.
+        defaults: their default values.
+        state: the parameters by name.
+
     Raises:
-        ValueError: the configuration is neither a GPT-1 nor a GPT-2; it names every setting that stands in the way.
+        ValueError: neither GPT-1 nor GPT-2 has this configuration; every unsupported setting is named.
     """
-    kind, theirs = their_config(config)
+    kind, theirs = their_config(config, defaults)
     theirs["dtype"] = str(state["wte.weight"].dtype)
     arrays = {}
     for name, array in state.items():
@@ -144,16 +158,16 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], stat
         save_arrays(folder / "model.safetensors", arrays, {"format": "pt"})
 
 
-def their_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model_type, and config.json, of a configuration of ours."""
-    kind = "gpt2" if config["norm"] == "pre" else "openai-gpt"
+def their_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model_type and config.json of a configuration of ours."""
+    kind = "gpt2" if config["norm_first"] else "openai-gpt"
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS[kind].items())}
     inner, width = config["n_inner"], config["n_embd"]
-    wrong = []
-    if config["position"] != "learned":
-        wrong.append(f"position = {config['position']!r}, not 'learned'")
-    if config["n_kv_head"] not in (None, config["n_head"]):
-        wrong.append(f"n_kv_head = {config['n_kv_head']}, not n_head")
+    wrong = [
+        f"{name} = {config[name]!r}, not {default!r}"
+        for name, default in defaults.items()
+        if name not in EXPRESSED and config[name] != default
+    ]
     if config["activation"] not in names:
         wrong.append(f"activation = {config['activation']!r}, not one of {', '.join(map(repr, names))}")
     if kind == "openai-gpt" and inner not in (None, 4 * width):

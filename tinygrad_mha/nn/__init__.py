@@ -3,13 +3,15 @@
 from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.gpt import GPT, Block, CausalSelfAttention, GPTConfig, GPTTrace
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
+from tinygrad_mha.nn.masks import causal
 from tinygrad_mha.nn.module import Module, Scope
-from tinygrad_mha.nn.multihead import AttentionTrace, MultiHeadAttention, attention, causal
-from tinygrad_mha.nn.positions import alibi, rotary, sinusoidal
+from tinygrad_mha.nn.multihead import AttentionTrace, Memory, MultiHeadAttention, attention
+from tinygrad_mha.nn.positions import Alibi, Learned, Position, Relative, Rotary, Sinusoidal, sinusoidal
 from tinygrad_mha.nn.transformer import Transformer, TransformerTrace
 from tinygrad_mha.nn.translators import Translator
 
 __all__ = ["GPT", "AttentionTrace", "Block", "CausalSelfAttention", "Dropout", "Embedding", "FeedForward"]
 __all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module", "MultiHeadAttention", "RMSNorm"]
-__all__ += ["Scope", "alibi", "attention", "causal", "rotary", "sinusoidal"]
+__all__ += ["Scope", "attention", "causal"]
+__all__ += ["Alibi", "Learned", "Memory", "Position", "Relative", "Rotary", "Sinusoidal", "sinusoidal"]
 __all__ += ["Transformer", "TransformerTrace", "Translator"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import modes, ops
+from tinygrad_mha.arguments import check_count, check_integer
 from tinygrad_mha.tensors import Tensor
 
 
@@ -61,8 +62,7 @@ class KVCache:
     """
 
     def __init__(self, n_layer: int = 1) -> None:
-        if n_layer < 1:
-            raise ValueError(f"a cache is for one layer or more, got n_layer={n_layer}")
+        check_count(n_layer, "n_layer")
         self._rows: list[Rows | None] = [None] * n_layer
         self._counts = [0] * n_layer
 
@@ -102,7 +102,7 @@ class KVCache:
         Raises:
             ValueError: an `n` that is negative, or more than there are.
         """
-        if not 0 <= n <= self.length:
+        if not 0 <= check_integer(n, "n") <= self.length:
             raise ValueError(f"crop keeps from 0 to {self.length} tokens, got {n}")
         self._counts = [n] * self.n_layer
 

@@ -5,33 +5,38 @@ Axes: B batch, T tokens, C width (n_embd), V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability
+from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability, is_number
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.files.safetensors import CheckpointError
-from tinygrad_mha.nn.cache import KVCache
-from tinygrad_mha.nn.layers import (
-    ACTIVATIONS,
-    Dropout,
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    Linear,
-    normal,
-)
+from tinygrad_mha.nn.cache import CachedLayer, KVCache
+from tinygrad_mha.nn.init import normal
+from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.nn.multihead import AttentionTrace, Edit, MultiHeadAttention
-from tinygrad_mha.nn.positions import sinusoidal
+from tinygrad_mha.nn.multihead import (
+    AttentionTrace,
+    Edit,
+    Heads,
+    Projection,
+    Steps,
+    check_rows,
+    describe_heads,
+    split_heads,
+)
+from tinygrad_mha.nn.positions import Position, as_position
 from tinygrad_mha.tensors import Tensor
 
-POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
-STD = 0.02  # of the initial weights, as GPT-2
+__all__ = ["GPT", "Block", "CausalSelfAttention", "GPTConfig", "GPTTrace", "Head"]
+
+STD = 0.02  # the standard deviation of initial weights, as in GPT-2
 
 
 @dataclass
@@ -40,21 +45,29 @@ class GPTConfig:
 
     Args:
         vocab_size: the number of tokens V.
-        block_size: the longest context.
-        n_layer, n_head, n_embd: blocks, heads per block, and the width C, a multiple of n_head.
-        n_inner: the width inside the feed-forward part, 4 C unless given.
-        dropout: of embeddings, attention weights and the outputs of both parts of a block.
-        bias: whether linear layers and layer norms have one.
-        norm: "pre" (GPT-2: a norm in front of each part, ln_f at the end) or "post" (GPT-1: behind each sum, no ln_f).
-        activation: "gelu_tanh" (GPT-1 and GPT-2), "gelu" (exact) or "relu".
-        position: "learned", "sinusoidal", "rotary", "alibi" or "none".
-        tie_weights: whether the head is the token embedding: one tensor, used twice.
-        n_kv_head: how many heads have keys and values of their own; see `MultiHeadAttention`.
-        eps: of the layer norms.
+        block_size: the longest context, in tokens.
+        n_layer, n_head, n_embd: the number of blocks, of heads per block, and the width C, a multiple of n_head.
+        n_inner: the inner width of the feed-forward networks, 4 C unless given.
+        dropout: the probability of dropout: of embeddings, attention weights and the outputs of both parts of a block.
+        bias: whether linear layers and layer norms have a bias.
+        norm: "layer" (`LayerNorm`) or "rms" (`RMSNorm`, as in Llama).
+        norm_first: True: a norm before each part, and ln_f at the end (GPT-2). False: a norm after each sum (GPT-1).
+        activation: "gelu_tanh" (GPT-1 and GPT-2), "gelu" (exact), "relu" or "swiglu" (Llama); see `FeedForward`.
+        position: "learned", "sinusoidal", "rotary", "alibi", "relative", "none", or an object of nn.positions.
+        tie_weights: whether the head uses the weights of the token embedding.
+        n_kv_head: the number of heads of keys and values; see `MultiHeadAttention`.
+        eps: of the norms.
+        rope_base: the base of position="rotary".
 
     Raises:
         TypeError: an unknown key.
-        ValueError: a value that cannot be.
+        ValueError: an invalid value.
+
+    Example:
+        >>> sizes = dict(vocab_size=11, block_size=8, n_layer=2, n_head=4, n_embd=16)
+        >>> llama = GPTConfig(**sizes, norm="rms", activation="swiglu", position="rotary", bias=False, n_kv_head=2)
+        >>> GPTConfig.from_dict(llama.to_dict()) == llama
+        True
     """
 
     vocab_size: int
@@ -65,12 +78,14 @@ class GPTConfig:
     n_inner: int | None = None
     dropout: float = 0.0
     bias: bool = True
-    norm: str = "pre"
+    norm: str = "layer"
+    norm_first: bool = True
     activation: str = "gelu_tanh"
-    position: str = "learned"
+    position: str | Position = "learned"
     tie_weights: bool = True
     n_kv_head: int | None = None
     eps: float = 1e-5
+    rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -79,119 +94,142 @@ class GPTConfig:
             if getattr(self, name) is not None:
                 setattr(self, name, check_count(getattr(self, name), name))
         self.dropout = check_probability(self.dropout, "dropout")
-        for name in ("bias", "tie_weights"):
+        for name in ("bias", "norm_first", "tie_weights"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        check_choice(self.norm, ("pre", "post"), "norm")
-        check_choice(self.activation, ACTIVATIONS, "activation")
-        check_choice(self.position, POSITIONS, "position")
-        if not isinstance(self.eps, (int, float, np.floating)) or not self.eps > 0:
-            raise ValueError(f"eps must be a positive number, got {self.eps!r}")
+        for name in ("eps", "rope_base"):
+            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+        if self.norm in ("pre", "post"):
+            raise ValueError(f"norm is 'layer' or 'rms'; for norm={self.norm!r} pass norm_first={self.norm == 'pre'}")
+        check_choice(self.norm, ("layer", "rms"), "norm")
+        check_choice(self.activation, (*ACTIVATIONS, *GATES), "activation")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.n_head % (self.n_kv_head or 1):
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
-        if self.position == "rotary" and self.n_embd // self.n_head % 2:
-            raise ValueError(f"rotary positions want heads of even width, got {self.n_embd} / {self.n_head}")
+        if isinstance(self.position, Mapping):
+            self.position = as_position(self.position)
+        self.make_position().check_head_width(self.n_embd // self.n_head)
+
+    def make_position(self) -> Position:
+        """The positional scheme as an object, without parameters."""
+        return as_position(self.position, base=self.rope_base, bidirectional=False)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """A configuration from a dict (as JSON gives it); every unknown or missing key is named."""
-        known = cls.__dataclass_fields__
-        unknown = [key for key in values if key not in known]
-        missing = [key for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd") if key not in values]
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration that `to_dict` wrote, perhaps by way of JSON.
+
+        Raises:
+            ValueError: unknown or missing keys (all are named), or an invalid value.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = [key for key in values if key not in fields]
+        missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in values]
         if unknown or missing:
-            raise ValueError(f"GPTConfig: unknown keys {unknown}, missing keys {missing}; known are {', '.join(known)}")
+            raise ValueError(
+                f"GPTConfig: unknown keys {unknown}, missing keys {missing}; known are {', '.join(fields)}"
+            )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The settings as JSON can hold them: a position object becomes a dict."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.position, Position):
+            values["position"] = self.position.to_dict()
+        return values
 
 
 class GPTTrace(NamedTuple):
-    """What a GPT computed on its way."""
+    """Intermediate results of a GPT."""
 
     hidden: tuple[Tensor, ...]  # the embedding, then the output of each block, (B, T, C)
     attention: tuple[AttentionTrace, ...]  # of each block
-    final: Tensor  # what the head sees: hidden[-1] after ln_f, where there is one
+    final: Tensor  # the input of the head: hidden[-1], after ln_f if there is one
 
 
-class CausalSelfAttention(MultiHeadAttention):
+class CausalSelfAttention(Module):
     """Multi-head attention as GPT-2 stores it: W_Q, W_K and W_V side by side in one matrix c_attn, W_O in c_proj."""
 
-    fused = True
-    always_causal = True
+    is_attention = True
 
-    def __init__(self, config: GPTConfig, rng: np.random.Generator, dropout_rng: np.random.Generator) -> None:
-        self.residual_std = residual_std(config)
-        position = config.position if config.position in ("rotary", "alibi") else None
-        super().__init__(
-            config.n_embd,
-            config.n_head,
-            n_kv_head=config.n_kv_head,
-            bias=config.bias,
-            dropout=config.dropout,
-            position=position,
-            rng=rng,
-        )
-        self.rng = dropout_rng
-
-    def make_parameters(self, bias: bool, rng: np.random.Generator) -> None:
-        width = self.n_head * self.d_k
-        self.c_attn = Linear(self.d_model, width + 2 * self.n_kv_head * self.d_k, bias, STD, rng)
-        self.c_proj = Linear(width, self.d_model, bias, self.residual_std, rng)
+    def __init__(
+        self, config: GPTConfig, position: Position, rng: np.random.Generator, dropout_rng: np.random.Generator
+    ) -> None:
+        n_head, n_kv_head, width = config.n_head, config.n_kv_head or config.n_head, config.n_embd
+        self.n_head, self.n_kv_head, self.d_model = n_head, n_kv_head, width
+        self.d_k = self.d_v = width // n_head
+        self.detail = describe_heads(n_head)
+        self.heads = Heads(n_head, n_kv_head, position, Dropout(config.dropout, dropout_rng), fused=True)
+        self.c_attn = Linear(width, width + 2 * n_kv_head * self.d_k, config.bias, STD, rng)
+        self.c_proj = Linear(width, width, config.bias, residual_std(config), rng)
         self.c_attn.weight.name, self.c_proj.weight.name = "W_QKV", "W_O"
 
-    def edges(self) -> tuple[int, int]:
-        """Where the columns of K and those of V begin."""
-        keys = self.n_head * self.d_k
-        return keys, keys + self.n_kv_head * self.d_k
+    def forward(
+        self,
+        x: Any,
+        cache: KVCache | CachedLayer | None = None,
+        positions: Any = None,
+        key_allow: Any = None,
+        edit: Edit | None = None,
+    ) -> Tensor:
+        """(T, C) or (B, T, C) -> the same shape; arguments as in `MultiHeadAttention`."""
+        x = check_rows(x, self.d_model, positions)
+        start_k, start_v = self._starts()
+        q, k, v = ops.split(self.c_attn(x), [start_k, start_v], axis=-1)
+        q, k, v = split_heads(q, self.n_head), split_heads(k, self.n_kv_head), split_heads(v, self.n_kv_head)
+        options = {"cache": cache, "positions": positions, "key_allow": key_allow, "edit": edit}
+        return self.c_proj(self.heads.attend(q, k, v, causal=True, **options))
 
-    def project(self, x: Any, memory: Any) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = self.c_attn(x)
-        keys, values = self.edges()
-        return qkv[..., :keys], qkv[..., keys:values], qkv[..., values:]
+    def per_head(self, x: Any, positions: Any = None, key_allow: Any = None) -> Tensor:
+        """The same result one head at a time, every matrix named; see `MultiHeadAttention.per_head`."""
+        with self.scope():
+            x = check_rows(x, self.d_model, positions)
+            options = {"positions": positions, "key_allow": key_allow}
+            concat = self.heads.attend_per_head(x, x, self.projections(), self.d_k, self.d_v, causal=True, **options)
+            return self.c_proj(concat).named("Y")
 
-    def output(self, concat: Tensor) -> Tensor:
-        return self.c_proj(concat)
+    def projections(self) -> dict[str, Projection]:
+        """Which columns of c_attn make "Q", "K" and "V"."""
+        starts = zip("QKV", (0, *self._starts()), strict=True)
+        return {name: Projection(self.c_attn.weight, self.c_attn.bias, start) for name, start in starts}
 
-    def matrix(self, which: str, head: int) -> tuple[Tensor, Tensor | None]:
-        first = dict(zip("QKV", (0, *self.edges()), strict=True))[which]
-        return self.columns(which, head, self.c_attn.weight, self.c_attn.bias, first)
+    def _starts(self) -> tuple[int, int]:
+        """The first columns of W_K and of W_V in c_attn."""
+        return self.n_head * self.d_k, (self.n_head + self.n_kv_head) * self.d_k
 
 
 class Block(Module):
-    """Attention, then a feed-forward network, each added to what it was given.
+    """Attention, then a feed-forward network, each added to its input.
 
-    norm="pre" (GPT-2):  x + attn(ln_1(x)), then x + mlp(ln_2(x)).
-    norm="post" (GPT-1): ln_1(x + attn(x)), then ln_2(x + mlp(x)).
+    norm_first=True (GPT-2):  x + attn(ln_1(x)), then x + mlp(ln_2(x)).
+    norm_first=False (GPT-1): ln_1(x + attn(x)), then ln_2(x + mlp(x)).
     """
 
-    def __init__(self, config: GPTConfig, rng: np.random.Generator, dropout_rng: np.random.Generator) -> None:
-        self.norm = config.norm
+    def __init__(
+        self, config: GPTConfig, position: Position, rng: np.random.Generator, dropout_rng: np.random.Generator
+    ) -> None:
+        self.norm_first = config.norm_first
         inner = config.n_inner or 4 * config.n_embd
-        self.ln_1 = LayerNorm(config.n_embd, config.eps, config.bias)
-        self.attn = CausalSelfAttention(config, rng, dropout_rng)
-        self.ln_2 = LayerNorm(config.n_embd, config.eps, config.bias)
+        self.ln_1 = make_norm(config)
+        self.attn = CausalSelfAttention(config, position, rng, dropout_rng)
+        self.ln_2 = make_norm(config)
         self.mlp = FeedForward(
             config.n_embd, inner, config.activation, config.bias, std=STD, std_out=residual_std(config), rng=rng
         )
         self.drop = Dropout(config.dropout, dropout_rng)
 
-    def forward(self, x: Tensor, trace: bool = False, **options: Any) -> Any:
-        """(B, T, C) -> (B, T, C), or that and an `AttentionTrace`; `options` go to the attention."""
-        pre = self.norm == "pre"
-        mixed = self.attn(self.ln_1(x) if pre else x, trace=trace, **options)
-        mixed, steps = mixed if trace else (mixed, None)
-        x = x + self.drop(mixed)
-        x = x if pre else self.ln_1(x)
-        x = x + self.drop(self.mlp(self.ln_2(x) if pre else x))
-        x = x if pre else self.ln_2(x)
-        return (x, steps) if trace else x
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """(B, T, C) -> (B, T, C); `options` are those of `CausalSelfAttention`."""
+        if self.norm_first:
+            x = x + self.drop(self.attn(self.ln_1(x), **options))
+            return x + self.drop(self.mlp(self.ln_2(x)))
+        x = self.ln_1(x + self.drop(self.attn(x, **options)))
+        return self.ln_2(x + self.drop(self.mlp(x)))
 
 
 class Head(Module):
-    """Logits: how much each token's row of `weight` (V, C), the layout of an embedding, has in common with x."""
+    """Logits: x @ weight^T, with the weight (V, C) in the layout of an embedding, so that both can share it."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -201,11 +239,11 @@ class Head(Module):
 
 
 class GPT(Module):
-    """A decoder-only Transformer, GPT-2 and GPT-1 among its settings.
+    """A decoder-only Transformer: GPT-2, GPT-1 or Llama, depending on its configuration.
 
     Args:
         config: a `GPTConfig`.
-        seed: of the initial weights and, in a generator of its own, of dropout. None draws any.
+        seed: of the initial weights and, through a generator of its own, of dropout; None for different ones each time.
 
     Example:
         >>> model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=6), seed=0)
@@ -219,16 +257,39 @@ class GPT(Module):
         self.config = config
         rng, dropout_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
         self.wte = Embedding(config.vocab_size, config.n_embd, STD, rng)
-        if config.position == "learned":
-            self.wpe = Embedding(config.block_size, config.n_embd, STD, rng)
+        position = config.make_position().initialize(config.n_head, config.n_embd, config.block_size, rng)
+        self.wpe = position if position.acts_on == "input" else None
+        self.position = position if position.acts_on == "attention" else Position()  # one object for all blocks
         self.drop = Dropout(config.dropout, dropout_rng)
-        self.h = [Block(config, rng, dropout_rng) for _ in range(config.n_layer)]
-        if config.norm == "pre":
-            self.ln_f = LayerNorm(config.n_embd, config.eps, config.bias)
-        self.lm_head = Head(
-            self.wte.weight if config.tie_weights else normal((config.vocab_size, config.n_embd), STD, rng)
-        )
+        self.h = [Block(config, self.position, rng, dropout_rng) for _ in range(config.n_layer)]
+        if config.norm_first:
+            self.ln_f = make_norm(config)
+        tied = self.wte.weight if config.tie_weights else normal((config.vocab_size, config.n_embd), STD, rng)
+        self.lm_head = Head(tied)
 
+    @overload
+    def forward(
+        self,
+        idx: Any,
+        cache: KVCache | None = None,
+        positions: Any = None,
+        key_allow: Any = None,
+        trace: Literal[False] = False,
+        last_only: bool = False,
+        edit: Edit | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        idx: Any,
+        cache: KVCache | None = None,
+        positions: Any = None,
+        key_allow: Any = None,
+        *,
+        trace: Literal[True],
+        last_only: bool = False,
+        edit: Edit | None = None,
+    ) -> tuple[Tensor, GPTTrace]: ...
     def forward(
         self,
         idx: Any,
@@ -238,48 +299,48 @@ class GPT(Module):
         trace: bool = False,
         last_only: bool = False,
         edit: Edit | None = None,
-    ) -> Any:
-        """Token ids (T,) or (B, T) -> logits (T, V) or (B, T, V): what comes after each token.
+    ) -> Tensor | tuple[Tensor, GPTTrace]:
+        """Token ids (T,) or (B, T) -> logits (T, V) or (B, T, V) of the token that follows each.
 
         Args:
             idx: integers in 0 .. V - 1. With a cache, only those that it does not hold yet.
             cache: a `KVCache(config.n_layer)` to append to; only with gradients off.
-            positions: where the tokens stand, integers (T,) or (B, T), for batches with padding in front. Unless given
-                they continue after the cache. "alibi" and "none" have no use for them.
+            positions: the positions of the tokens, integers (T,) or (B, T), for batches with padding in front. Unless
+                given they continue after the cache. Schemes that see only distances ("alibi") ignore them.
             key_allow: boolean (B, T_k) over all keys, those in the cache first: False for padding.
             trace: also return a `GPTTrace`.
             last_only: logits of the last token alone, (B, 1, V).
-            edit: as in `MultiHeadAttention`; the names begin with the block, "h.0.weights".
+            edit: as in `MultiHeadAttention`; names begin with the block, "h.0.weights".
 
         Raises:
             ValueError: no tokens, or more than `block_size` together with the cache; a cache of another depth.
-            TypeError, IndexError: ids that are no integers, or not in the vocabulary.
+            TypeError, IndexError: ids that are not integers, or not in the vocabulary.
         """
-        idx, start = self.checked(idx, cache)
-        places = np.arange(start, start + idx.shape[-1]) if positions is None else as_ids(positions, "positions")
-        if places.shape not in (idx.shape, idx.shape[-1:]):
-            raise ValueError(f"positions must have the shape {idx.shape} or {idx.shape[-1:]}, got {places.shape}")
-        x = self.drop(self.embedded(idx, places))
-        hidden, steps = [x], []
-        options: dict[str, Any] = {"key_allow": key_allow, "trace": trace}
-        if self.config.position == "rotary":
-            options["positions"] = places
+        idx, start = self._check_idx(idx, cache)
+        positions = np.arange(start, start + idx.shape[-1]) if positions is None else as_ids(positions, "positions")
+        if positions.shape not in (idx.shape, idx.shape[-1:]):
+            raise ValueError(f"positions must have the shape {idx.shape} or {idx.shape[-1:]}, got {positions.shape}")
+        x = self.wte(idx)
+        if self.wpe is not None:
+            x = x + self.wpe(positions, x)
+        x = self.drop(x)
+        hidden, traces = [x], []
         for i, block in enumerate(self.h):
+            steps = Steps(edit_block(edit, i)) if trace else edit_block(edit, i)
             layer = None if cache is None else cache[i]
-            x = block(x, cache=layer, edit=in_block(edit, i), **options)
-            if trace:
-                x, step = x
+            x = block(x, cache=layer, positions=positions, key_allow=key_allow, edit=steps)
+            if isinstance(steps, Steps):
                 hidden.append(x)
-                steps.append(step)
+                traces.append(steps.trace())
         if last_only:
             x = x[..., -1:, :]
-        if self.config.norm == "pre":
+        if self.config.norm_first:
             x = self.ln_f(x)
         logits = self.lm_head(x)
-        return (logits, GPTTrace(tuple(hidden), tuple(steps), x)) if trace else logits
+        return (logits, GPTTrace(tuple(hidden), tuple(traces), x)) if trace else logits
 
-    def checked(self, idx: Any, cache: KVCache | None) -> tuple[np.ndarray, int]:
-        """The ids as an array, and how many tokens came before them."""
+    def _check_idx(self, idx: Any, cache: KVCache | None) -> tuple[np.ndarray, int]:
+        """The ids as an array, and the number of tokens before them."""
         idx = as_ids(idx, "idx")
         if idx.ndim not in (1, 2) or idx.shape[-1] == 0:
             raise ValueError(f"idx must be (T,) or (B, T) with at least one token, got shape {idx.shape}")
@@ -292,19 +353,11 @@ class GPT(Module):
             raise ValueError(f"{length} tokens{held} are more than the context holds: block_size is {limit}")
         return idx, start
 
-    def embedded(self, idx: np.ndarray, places: np.ndarray) -> Tensor:
-        """What enters the first block: the tokens' vectors and, where positions are added, those of their places."""
-        x = self.wte(idx)
-        if self.config.position == "learned":
-            return x + self.wpe(places)
-        if self.config.position == "sinusoidal":
-            return x + sinusoidal(places, self.config.n_embd).astype(x.dtype)
-        return x
-
     def loss(self, idx: Any, targets: Any, **options: Any) -> Tensor:
-        """The cross entropy of `targets`, of the shape of `idx`, in nats; `options` are those of `ops.cross_entropy`.
+        """The mean cross entropy of `targets`, of the shape of `idx`, in nats.
 
-        Nothing is shifted here: targets[i] is what should follow idx[i], and whoever makes the pair shifts.
+        Nothing is shifted here: targets[i] is the token that follows idx[i]. `options` are those of
+        `ops.cross_entropy`.
         """
         return ops.cross_entropy(self(idx), as_ids(targets, "targets"), **options)
 
@@ -313,10 +366,10 @@ class GPT(Module):
         """Open a Hugging Face folder of a GPT-1 or GPT-2 (config.json and model.safetensors), in eval mode.
 
         Args:
-            dtype: np.float32 or np.float64 to compute in; unless given float32, or float64 if the file has that.
+            dtype: np.float32 or np.float64 to compute in; unless given float64 if the file has that, else float32.
 
         Raises:
-            CheckpointError: a folder that holds something else, is damaged, or whose weights do not fit; it names all.
+            CheckpointError: a folder of another architecture, a damaged file, or weights that do not fit.
         """
         values, arrays = hf.read_folder(folder)
         if dtype is None:
@@ -331,20 +384,27 @@ class GPT(Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a folder that `from_pretrained` and Hugging Face transformers open.
 
-        Layers without a bias are written with a bias of zeros, since those formats have no way to say otherwise.
+        Layers without a bias are written with a bias of zeros, since those formats have no way to omit it.
 
         Raises:
-            ValueError: a configuration that is neither a GPT-1 nor a GPT-2 (rotary positions, say): use `save`.
+            ValueError: settings that neither GPT-1 nor GPT-2 has (rotary positions, say): use `save`.
         """
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
-        hf.write_folder(folder, self.config.to_dict(), arrays)
+        defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
+        hf.write_folder(folder, self.config.to_dict(), defaults, arrays)
+
+
+def make_norm(config: GPTConfig) -> LayerNorm | RMSNorm:
+    if config.norm == "rms":
+        return RMSNorm(config.n_embd, config.eps)
+    return LayerNorm(config.n_embd, config.eps, config.bias)
 
 
 def residual_std(config: GPTConfig) -> float:
-    """What is added to the residual stream 2 n_layer times starts smaller, so that the stream does not grow."""
+    """The initial standard deviation of the 2 n_layer projections whose outputs are summed in the residual stream."""
     return STD * (2 * config.n_layer) ** -0.5
 
 
-def in_block(edit: Edit | None, i: int) -> Edit | None:
-    """`edit`, told in which block it is."""
+def edit_block(edit: Edit | None, i: int) -> Edit | None:
+    """`edit` for block `i`, whose names it prefixes."""
     return None if edit is None else lambda name, tensor: edit(f"h.{i}.{name}", tensor)

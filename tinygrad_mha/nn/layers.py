@@ -9,27 +9,16 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids, check_choice, check_probability, check_width
+from tinygrad_mha.nn.init import Seed, constant, normal
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, as_tensor
-
-Seed = np.random.Generator | int | None
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: ops.gelu(x),
     "gelu_tanh": lambda x: ops.gelu(x, tanh=True),
     "relu": lambda x: ops.relu(x),
 }
-
-
-def normal(shape: tuple[int, ...], std: float, rng: Seed = None, name: str | None = None) -> Tensor:
-    """A float32 parameter drawn from a normal distribution around 0. `rng`: a generator, a seed, or None for any."""
-    values = np.random.default_rng(rng).standard_normal(shape, dtype=np.float32)
-    return Tensor(values * np.float32(std), requires_grad=True, name=name)
-
-
-def constant(shape: tuple[int, ...], value: float, name: str | None = None) -> Tensor:
-    """A float32 parameter that starts at one value everywhere."""
-    return Tensor(np.full(shape, value, dtype=np.float32), requires_grad=True, name=name)
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": lambda x: x * ops.sigmoid(x)}
 
 
 class Linear(Module):
@@ -98,14 +87,14 @@ class RMSNorm(Module):
 
 
 class Dropout(Module):
-    """In training, each number is set to 0 with probability `p` and the others are divided by 1 - p; else the identity.
+    """In training, set each element to 0 with probability `p` and divide the others by 1 - p; otherwise the identity.
 
     Args:
-        p: from 0 to 1; with 1 nothing is left.
-        rng: the numpy Generator (or a seed) that draws. It is the module's own, so `generators()` finds it.
+        p: from 0 to 1.
+        rng: a NumPy Generator or a seed for one. The module keeps the generator, so `generators()` finds it.
 
     Raises:
-        ValueError: a `p` outside 0 .. 1.
+        ValueError: `p` outside 0 .. 1.
     """
 
     notation = "dropout"
@@ -116,17 +105,30 @@ class Dropout(Module):
 
     def forward(self, x: Any) -> Tensor:
         x = as_tensor(x)
-        if not self.training or self.p == 0:
-            return x
-        return x * keep_mask(self.rng, self.p, x.shape, x.dtype)
+        mask = self.sample_mask(x.shape, x.dtype)
+        return x if mask is None else ops.dropout(x, mask)
+
+    def sample_mask(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
+        """The next dropout mask, or None where nothing is dropped: in eval mode, and for p = 0."""
+        return sample_dropout_mask(self.rng, self.p, shape, dtype) if self.training and self.p else None
+
+
+def sample_dropout_mask(rng: np.random.Generator, p: float, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An array that is 0 with probability `p` and else 1 / (1 - p), so that its mean is 1 (for p = 1: 0)."""
+    if p == 1:
+        return np.zeros(shape, dtype)
+    return (rng.random(shape, dtype=np.float32) >= p).astype(dtype) * (1 / (1 - p))
 
 
 class FeedForward(Module):
-    """c_proj(activation(c_fc(x))), each position by itself: (..., width) -> (..., width), with `hidden` in between.
+    """c_proj(activation(c_fc(x))), applied to each position: (..., width) -> (..., width).
+
+    With "swiglu" it is c_proj(silu(c_gate(x)) * c_fc(x)), where silu(a) = a sigmoid(a) (arXiv:2002.05202).
 
     Args:
-        activation: "gelu" (exact), "gelu_tanh" (as GPT-2 was trained) or "relu".
-        std, std_out: the spread of the initial weights of c_fc and c_proj; see `Linear`.
+        hidden: the width in between.
+        activation: "gelu" (exact), "gelu_tanh" (as GPT-2 was trained), "relu" or "swiglu".
+        std, std_out: standard deviations of the initial weights of c_fc (and c_gate) and of c_proj; see `Linear`.
     """
 
     def __init__(
@@ -140,16 +142,12 @@ class FeedForward(Module):
         rng: Seed = None,
     ) -> None:
         rng = np.random.default_rng(rng)
-        self.activation = check_choice(activation, ACTIVATIONS, "activation")
+        self.activation = check_choice(activation, (*ACTIVATIONS, *GATES), "activation")
         self.c_fc = Linear(width, hidden, bias, std, rng)
+        self.c_gate = Linear(width, hidden, bias, std, rng) if activation in GATES else None
         self.c_proj = Linear(hidden, width, bias, std_out, rng)
 
     def forward(self, x: Any) -> Tensor:
-        return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
-
-
-def keep_mask(rng: np.random.Generator, p: float, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """What dropout multiplies by: 0 with probability `p`, else 1 / (1 - p), so that the expectation stays."""
-    if p == 1:
-        return np.zeros(shape, dtype)
-    return (rng.random(shape, dtype=np.float32) >= p).astype(dtype) * (1 / (1 - p))
+        if self.c_gate is None:
+            return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
+        return self.c_proj(GATES[self.activation](self.c_gate(x)) * self.c_fc(x))

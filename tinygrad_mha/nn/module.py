@@ -7,13 +7,22 @@ import copy
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from tinygrad_mha import modes
 from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.tensors import Tensor
+
+F = TypeVar("F", covariant=True)
+
+
+class HasForward(Protocol[F]):
+    """Anything with a `forward` of type F, so that type checkers know how a module is called."""
+
+    @property
+    def forward(self) -> F: ...
 
 
 class Scope(NamedTuple):
@@ -65,12 +74,20 @@ class Module:
         """What the module computes; calling the module calls this."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with modes.scope(self._scope()):
-            return self.forward(*args, **kwargs)
+    if TYPE_CHECKING:
 
-    def _scope(self) -> Scope:
-        """The scope entry of nodes made during this call."""
+        @property
+        def __call__(self: HasForward[F]) -> F:
+            """A module is called with the arguments of its `forward`, and returns what that returns."""
+
+    else:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with self.scope():
+                return self.forward(*args, **kwargs)
+
+    def scope(self) -> modes.scope:
+        """A context manager: nodes made inside belong to this module, as in a call of it."""
         around = modes.STATE.get().scope
         if not self._name and around:
             # Appended to a list after the list had become an attribute: ask the module that is calling.
@@ -78,7 +95,7 @@ class Module:
             found = [name for name, module in parent.named_modules() if module is self] if parent else []
             self._name = found[0] if found else ""
         kind = type(self).__name__
-        return Scope(self._name, kind, weakref.ref(self), self.notation, self.is_attention, self.detail)
+        return modes.scope(Scope(self._name, kind, weakref.ref(self), self.notation, self.is_attention, self.detail))
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -1,19 +1,200 @@
-"""How a model is told the order of its tokens: sinusoids added to the input, rotations of Q and K, biases on scores."""
+"""Positional schemes: how a model learns the order of its tokens. Each scheme is one class; `SCHEMES` lists them.
+
+A scheme acts on the input (a table is added to the token vectors) or in attention (queries and keys are rotated, or a
+bias is added to the scores).
+
+Axes: T tokens, C width of the model, H heads, d width of a query and of a key.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.arguments import check_choice, check_count
+from tinygrad_mha.nn.init import Seed, normal
+from tinygrad_mha.nn.module import Module
+from tinygrad_mha.tensors import Tensor
+
+__all__ = ["SCHEMES", "Alibi", "Learned", "Position", "Relative", "Rotary", "Sinusoidal", "as_position"]
+__all__ += ["alibi", "alibi_slopes", "relative_buckets", "rotary", "sinusoidal"]
+
+
+@dataclass(unsafe_hash=True)
+class Position(Module):
+    """The scheme "none", and the base class of all others, which override what they need.
+
+    The fields of a scheme are its settings. Parameters, if it has any, are made by `initialize`. To add a scheme, write
+    one class and enter it in `SCHEMES`.
+    """
+
+    name: ClassVar[str] = "none"
+    acts_on: ClassVar[Literal["input", "attention"]] = "attention"
+    rotates: ClassVar[bool] = False
+
+    def check_head_width(self, d: int) -> None:
+        """Raise ValueError if the scheme does not work with queries and keys of width `d`."""
+
+    def initialize(self, n_head: int, d_model: int, block_size: int, rng: Seed) -> Position:
+        """A copy with parameters for a model of these sizes; the scheme itself if it has no parameters to make."""
+        return self
+
+    def forward(self, positions: np.ndarray, x: Tensor) -> Any:
+        """What is added to the token vectors x (..., T, C) at `positions` (T,) or (B, T), if the scheme does that."""
+        raise TypeError(f"{self!r} adds nothing to token vectors")
+
+    def rotate(self, x: Tensor, positions: np.ndarray) -> Tensor:
+        """Queries or keys x (..., T, d) that stand at `positions` (T,) or (B, T), rotated."""
+        return x
+
+    def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor | None:
+        """What is added to the scores: (n_head, n_q, n_k), or None. The last query stands at the last key."""
+        return None
+
+    def to_dict(self) -> str | dict[str, Any]:
+        """The name, or a dict of the name and the settings if there are any; `as_position` reads both."""
+        settings = dataclasses.asdict(self)
+        return {"name": self.name, **settings} if settings else self.name
+
+
+@dataclass(unsafe_hash=True)
+class Learned(Position):
+    """A learned vector for each position is added to the token vectors, as in GPT-2."""
+
+    name = "learned"
+    acts_on = "input"
+
+    def __post_init__(self) -> None:
+        self.weight: Tensor | None = None  # (block_size, C)
+
+    def initialize(self, n_head: int, d_model: int, block_size: int, rng: Seed) -> Learned:
+        scheme = dataclasses.replace(self)
+        scheme.weight = normal((block_size, d_model), 0.02, rng)
+        return scheme
+
+    def forward(self, positions: np.ndarray, x: Tensor | None = None) -> Tensor:
+        return ops.take(self.weight, positions)
+
+
+@dataclass(unsafe_hash=True)
+class Sinusoidal(Position):
+    """Sines and cosines of the position are added to the token vectors (arXiv:1706.03762, section 3.5)."""
+
+    name = "sinusoidal"
+    acts_on = "input"
+
+    def forward(self, positions: np.ndarray, x: Tensor) -> np.ndarray:
+        return sinusoidal(positions, x.shape[-1]).astype(x.dtype)
+
+
+@dataclass(unsafe_hash=True)
+class Rotary(Position):
+    """Queries and keys are rotated by angles proportional to their positions (arXiv:2104.09864); see `rotary`."""
+
+    base: float = 10000.0
+
+    name = "rotary"
+    notation = "rotate"
+    rotates = True
+
+    def check_head_width(self, d: int) -> None:
+        if d % 2:
+            raise ValueError(f"rotary positions rotate pairs, so d_k must be even, got {d}")
+
+    def rotate(self, x: Tensor, positions: np.ndarray) -> Tensor:
+        with self.scope():
+            return rotary(x, positions, self.base)
+
+
+@dataclass(unsafe_hash=True)
+class Alibi(Position):
+    """Scores fall linearly with distance, at a rate of each head's own (arXiv:2108.12409); see `alibi`."""
+
+    name = "alibi"
+    notation = "alibi"
+
+    def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
+        return Tensor(alibi(n_head, n_q, n_k), dtype=dtype, name="alibi")
+
+
+@dataclass(unsafe_hash=True)
+class Relative(Position):
+    """A learned bias for each head and bucket of distances is added to the scores, as in T5 (arXiv:1910.10683).
+
+    Args:
+        num_buckets: buckets of distances; see `relative_buckets`.
+        max_distance: all distances from here on share the last bucket.
+        bidirectional: whether keys after the query have buckets of their own; else they share that of distance 0.
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    name = "relative"
+    notation = "relative"
+
+    def __post_init__(self) -> None:
+        self.weight: Tensor | None = None  # (num_buckets, H)
+        check_count(self.num_buckets, "num_buckets", least=4)
+        check_count(self.max_distance, "max_distance", least=self.num_buckets)
+
+    def initialize(self, n_head: int, d_model: int, block_size: int, rng: Seed) -> Relative:
+        if self.weight is not None:
+            return self
+        scheme = dataclasses.replace(self)
+        scheme.weight = normal((self.num_buckets, n_head), 0.02, rng)
+        return scheme
+
+    def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
+        offsets = np.arange(n_k) - np.arange(n_k - n_q, n_k)[:, None]
+        buckets = relative_buckets(offsets, self.num_buckets, self.max_distance, self.bidirectional)
+        with self.scope():
+            return ops.transpose(ops.take(self.weight, buckets), axes=(2, 0, 1)).named("relative")
+
+
+SCHEMES: dict[str, type[Position]] = {
+    scheme.name: scheme for scheme in (Learned, Sinusoidal, Rotary, Alibi, Relative, Position)
+}
+
+
+def as_position(position: Position | Mapping[str, Any] | str | None, **settings: Any) -> Position:
+    """The scheme that `position` describes: an object, a name, what `Position.to_dict` returned, or None for none.
+
+    A scheme that is given by name gets those of `settings` that it has.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: a setting in the dict that the scheme does not have.
+
+    Example:
+        >>> as_position("rotary", base=500.0, num_buckets=8)
+        Rotary(base=500.0)
+    """
+    if isinstance(position, Position):
+        return position
+    if isinstance(position, Mapping):
+        settings = dict(position)
+        return SCHEMES[check_choice(settings.pop("name", None), SCHEMES, "position")](**settings)
+    scheme = SCHEMES[check_choice("none" if position is None else position, SCHEMES, "position")]
+    known = {field.name for field in dataclasses.fields(scheme)}
+    return scheme(**{name: value for name, value in settings.items() if name in known})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Formulas
 
 
 def sinusoidal(positions: np.ndarray, width: int) -> np.ndarray:
-    """Position p as sines and cosines of falling frequency: (...) -> (..., width), float64.
+    """Sines and cosines of falling frequency: positions (...) -> (..., width), float64.
 
-    Column 2i is sin(p / 10000^(2i / width)) and column 2i + 1 the cosine of the same (arXiv:1706.03762, section 3.5).
+    Column 2i is sin(p / 10000^(2i / width)), column 2i + 1 the cosine of the same (arXiv:1706.03762, section 3.5).
     """
     i = np.arange(width)
     angles = np.asarray(positions)[..., None] / 10000.0 ** ((i - i % 2) / width)
@@ -21,28 +202,26 @@ def sinusoidal(positions: np.ndarray, width: int) -> np.ndarray:
 
 
 def rotary(x: Any, positions: np.ndarray, base: float = 10000.0) -> Any:
-    """Rotate pairs of numbers by angles that grow with the position (arXiv:2104.09864): q.k then sees only distances.
+    """Rotate pairs of numbers by angles proportional to the position; q k^T then depends on distances only.
 
-    x (..., T, d) with d even; positions (T,), or (B, T) for an x whose first axis is B. Number i of a row is paired
-    with number i + d / 2, and pair i turns by position * base^(-2i / d).
+    Number i of a row is paired with number i + d / 2, and pair i turns by position * base^(-2i / d), as in Llama
+    (arXiv:2104.09864, section 3.2, pairs neighbours instead).
 
-    Raises:
-        ValueError: an odd d.
+    Args:
+        x: (..., T, d) with an even d.
+        positions: integers (T,), or (B, T) for an x whose first axis is B.
     """
-    d = x.shape[-1]
-    if d % 2:
-        raise ValueError(f"rotary positions rotate pairs, so the width of a head must be even, got {d}")
-    half = d // 2
+    half = x.shape[-1] // 2
     angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
-    between = (1,) * (x.ndim - angles.ndim)  # the heads: they all turn alike
-    angles = angles.reshape(*angles.shape[:-2], *between, *angles.shape[-2:])
+    heads = (1,) * (x.ndim - angles.ndim)  # all heads turn by the same angles
+    angles = angles.reshape(*angles.shape[:-2], *heads, *angles.shape[-2:])
     cos, sin = (np.concatenate([f(angles), f(angles)], axis=-1).astype(x.dtype) for f in (np.cos, np.sin))
     turned = ops.concat(-x[..., half:], x[..., :half], axis=-1)
     return x * cos + turned * sin
 
 
 def alibi_slopes(n_head: int) -> np.ndarray:
-    """One slope per head (arXiv:2108.12409, section 3): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
+    """One slope per head: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two (arXiv:2108.12409, section 3).
 
     For other numbers: those of the next lower power of two n, then every other one of 2n, as in the authors' code.
     """
@@ -53,9 +232,23 @@ def alibi_slopes(n_head: int) -> np.ndarray:
 
 
 def alibi(n_head: int, n_q: int, n_k: int) -> np.ndarray:
-    """The bias of attention with linear biases: minus slope times distance, (n_head, n_q, n_k), float64.
-
-    The last query stands at the last key. Distances count places in the sequence, so padding in front changes none.
-    """
+    """Minus slope times distance: (n_head, n_q, n_k), float64. The last query stands at the last key."""
     queries = np.arange(n_k - n_q, n_k)
     return -alibi_slopes(n_head)[:, None, None] * np.abs(queries[:, None] - np.arange(n_k))
+
+
+def relative_buckets(offsets: np.ndarray, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
+    """The bucket of each offset, position of the key minus position of the query: integers in 0 .. num_buckets - 1.
+
+    Half of the buckets hold one distance each, the others grow exponentially up to `max_distance` (the T5 code).
+    With `bidirectional`, keys after the query use the upper half of the buckets; else they share that of distance 0.
+    """
+    first = np.zeros_like(offsets)
+    if bidirectional:
+        num_buckets //= 2
+        first = np.where(offsets > 0, num_buckets, 0)
+    distances = np.abs(offsets) if bidirectional else np.maximum(-offsets, 0)
+    exact = num_buckets // 2
+    growth = np.log(np.maximum(distances, 1) / exact) / math.log(max_distance / exact)
+    far = np.minimum(exact + (growth * (num_buckets - exact)).astype(int), num_buckets - 1)
+    return first + np.where(distances < exact, distances, far)

@@ -11,38 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from tinygrad_mha import modes, ops
+from tinygrad_mha import ops
 from tinygrad_mha.arguments import check_count
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
-from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, normal
+from tinygrad_mha.nn.init import normal
+from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.nn.multihead import AttentionTrace, MultiHeadAttention, join_heads, split_heads
+from tinygrad_mha.nn.multihead import AttentionTrace, Memory, MultiHeadAttention
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.nn.translators import Translator
 from tinygrad_mha.tensors import Tensor
 
 __all__ = ["DecoderBlock", "EncoderBlock", "Transformer", "TransformerTrace"]
-
-
-class FusedAttention(MultiHeadAttention):
-    """Attention in one node unless a trace is asked for."""
-
-    fused = True
-
-
-class CrossAttention(FusedAttention):
-    """Attention to another sequence, whose keys and values can be computed once for many queries."""
-
-    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (B, H, S, d) of `memory` (B, S, C)."""
-        k, v = ops.linear(memory, self.wk, self.bk), ops.linear(memory, self.wv, self.bv)
-        return split_heads(k, self.n_kv_head), split_heads(v, self.n_kv_head)
-
-    def attend(self, x: Tensor, k: Any, v: Any, allow: np.ndarray | None) -> Tensor:
-        """Attend from `x` (B, T, C) to projected keys and values; `allow` is (B, 1, 1, S)."""
-        with modes.scope(self._scope()):
-            q = split_heads(ops.linear(x, self.wq, self.bq), self.n_head)
-            return self.output(join_heads(ops.attention(q, k, v, allow)))
 
 
 class ResidualBlock(Module):
@@ -68,7 +48,7 @@ class EncoderBlock(ResidualBlock):
     ) -> None:
         super().__init__(norm_first, dropout, rng)
         self.ln_1 = LayerNorm(d_model)
-        self.attn = FusedAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng)
+        self.attn = MultiHeadAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
         self.ln_2 = LayerNorm(d_model)
         self.mlp = FeedForward(d_model, d_ff, activation, rng=rng)
 
@@ -85,22 +65,25 @@ class DecoderBlock(ResidualBlock):
     ) -> None:
         super().__init__(norm_first, dropout, rng)
         self.ln_1 = LayerNorm(d_model)
-        self.attn = FusedAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng)
+        self.attn = MultiHeadAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
         self.ln_2 = LayerNorm(d_model)
-        self.cross = CrossAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng)
+        self.cross = MultiHeadAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
         self.ln_3 = LayerNorm(d_model)
         self.mlp = FeedForward(d_model, d_ff, activation, rng=rng)
 
     def forward(
         self,
         x: Tensor,
-        attend_to_source: Callable[[CrossAttention, Tensor], Tensor],
+        memory: Tensor | Memory,
+        key_allow: np.ndarray | None,
         cache: CachedLayer | None = None,
         traces: list[AttentionTrace] | None = None,
+        cross_traces: list[AttentionTrace] | None = None,
     ) -> Tensor:
-        """`attend_to_source(cross, x)` runs the cross-attention on the memory, or on projected keys and values."""
+        """`memory` is the encoded source, or its keys and values for this block; `key_allow` is False for padding."""
+        source = {"memory": memory, "key_allow": key_allow}
         x = self.add(x, self.ln_1, lambda x: run_attention(self.attn, x, traces, causal=True, cache=cache))
-        x = self.add(x, self.ln_2, lambda x: attend_to_source(self.cross, x))
+        x = self.add(x, self.ln_2, lambda x: run_attention(self.cross, x, cross_traces, **source))
         return self.add(x, self.ln_3, self.mlp)
 
 
@@ -126,14 +109,15 @@ class TransformerTrace(NamedTuple):
 class TransformerState(NamedTuple):
     """What decoding remembers: the source as each block's cross-attention reads it, and the target in the cache."""
 
-    memory: list[tuple[np.ndarray, np.ndarray]]  # keys and values (B, H, S, d) of each block
-    allow: np.ndarray | None  # (B, 1, 1, S), False for padding
+    memory: list[Memory]  # the keys and values of the source, of each block
+    key_allow: np.ndarray | None  # (B, S), False for padding
     cache: KVCache
 
     def select(self, rows: np.ndarray) -> TransformerState:
         """Return the state of the given rows; a row may occur several times."""
-        memory = [(k[rows], v[rows]) for k, v in self.memory]
-        return TransformerState(memory, None if self.allow is None else self.allow[rows], self.cache.select(rows))
+        memory = [keys_and_values.select(rows) for keys_and_values in self.memory]
+        key_allow = None if self.key_allow is None else self.key_allow[rows]
+        return TransformerState(memory, key_allow, self.cache.select(rows))
 
 
 class Transformer(Translator):
@@ -234,13 +218,9 @@ class Transformer(Translator):
         src, tgt, is_batch = self.check_pair(src, tgt)
         traces: list[list[AttentionTrace] | None] = [[], [], []] if trace else [None, None, None]
         memory, key_allow = self._encode(src, traces[0]), self._allow_words(src)
-
-        def attend_to_source(cross: CrossAttention, x: Tensor) -> Tensor:
-            return run_attention(cross, x, traces[2], memory=memory, key_allow=key_allow)
-
         x = self._embed(self.target_embedding, tgt)
         for block in self.decoder:
-            x = block(x, attend_to_source, traces=traces[1])
+            x = block(x, memory, key_allow, traces=traces[1], cross_traces=traces[2])
         logits = self._compute_logits(x)
         logits = logits if is_batch else logits[0]
         return (logits, TransformerTrace(*(tuple(steps or ()) for steps in traces))) if trace else logits
@@ -268,17 +248,12 @@ class Transformer(Translator):
     # ------------------------------------------------------------------------------------------------------ decoding
 
     def begin(self, src: np.ndarray) -> TransformerState:
-        memory, key_allow = self._encode(src), self._allow_words(src)
-        projected = [block.cross.project_memory(memory) for block in self.decoder]
-        return TransformerState(
-            [(k.numpy(), v.numpy()) for k, v in projected],
-            None if key_allow is None else key_allow[:, None, None, :],
-            KVCache(self.n_layer),
-        )
+        encoded = self._encode(src)
+        memory = [block.cross.project_memory(encoded) for block in self.decoder]
+        return TransformerState(memory, self._allow_words(src), KVCache(self.n_layer))
 
     def advance(self, state: TransformerState, tokens: np.ndarray) -> Tensor:
         x = self._embed(self.target_embedding, tokens[:, None], state.cache.length)
         for i, block in enumerate(self.decoder):
-            k, v = state.memory[i]
-            x = block(x, lambda cross, x, k=k, v=v: cross.attend(x, k, v, state.allow), state.cache[i])
+            x = block(x, state.memory[i], state.key_allow, state.cache[i])
         return self._compute_logits(x)[:, 0]

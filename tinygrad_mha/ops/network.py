@@ -13,7 +13,7 @@ from tinygrad_mha.arguments import check_ids
 from tinygrad_mha.ops.elementary import clip, erf, exp, floating, ids_last, mean, sqrt, sum, tanh, where
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["cross_entropy", "gelu", "layer_norm", "log_softmax", "rms_norm", "softmax"]
+__all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # Softmax and losses
@@ -227,3 +227,19 @@ gelu.vjps(gelu_vjp)
 @gelu.composed_of
 def gelu_from_primitives(x, *, tanh):
     return x * gelu_passed(x, tanh)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Dropout
+
+
+@primitive(kind="elementwise", roles=("operand", "mask"), formula=notation.write_dropout)
+def dropout(x, keep_mask) -> Any:
+    """x * keep_mask, where `keep_mask` is 0 for dropped elements and 1 / (1 - p) for the others.
+
+    The caller draws the mask, so the primitive is a pure function; `nn.Dropout` does both.
+    """
+    return np.multiply(x, keep_mask)
+
+
+dropout.vjps(lambda g, y, x, keep_mask: g * keep_mask, lambda g, y, x, keep_mask: g * x)

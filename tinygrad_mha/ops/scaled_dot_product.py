@@ -1,4 +1,7 @@
-"""Scaled dot-product attention as one primitive, its rule, and its composition from simpler primitives."""
+"""Scaled dot-product attention: one fused primitive, and the same formula in visible steps.
+
+Axes: T_q queries, T_k keys, d_k the width of a query and of a key, d_v the width of a value.
+"""
 
 from __future__ import annotations
 
@@ -8,63 +11,84 @@ import numpy as np
 
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_boolean
-from tinygrad_mha.ops.elementary import INFINITY, add, mask, matmul, mul, where
+from tinygrad_mha.ops.elementary import INFINITY, add, mask, matmul, where
 from tinygrad_mha.ops.elementary import scale as multiply_by
-from tinygrad_mha.ops.network import softmax
+from tinygrad_mha.ops.network import dropout, softmax
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["attention", "only_seen"]
+__all__ = ["attend", "attention"]
 
 
 @primitive(
     kind="attention", roles=("data", "data", "data", "mask", "operand", "operand"), formula=notation.write_attention
 )
-def attention(q, k, v, allow=None, bias=None, keep=None, *, scale=None) -> Any:
-    """softmax(q k^T * scale + bias, only where `allow`) v (arXiv:1706.03762, equation 1), in one node.
+def attention(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None) -> Any:
+    """softmax(q k^T * scale + bias, -inf where not `allow`) v in one node (arXiv:1706.03762, equation 1).
 
-    q (..., T_q, d_k), k (..., T_k, d_k), v (..., T_k, d_v) -> (..., T_q, d_v). `allow` is boolean, `bias` is added to
-    the scaled scores, both broadcast to (..., T_q, T_k). `keep` multiplies the weights: dropout, drawn outside.
-    `scale` is d_k ** -0.5 unless given. Keys that no query may see take no part, whatever they hold.
+    `attend` is the same formula in steps, and describes the arguments.
     """
-    k, v = only_seen(k, allow), only_seen(v, allow)
-    scores = np.matmul(q, k.mT) * attention_scale(q, scale)
+    k, v = zero_hidden(k, allow), zero_hidden(v, allow)
+    scores = np.matmul(q, k.mT) * score_scale(q, scale)
     if bias is not None:
         scores = scores + bias
     if allow is not None:
         scores = np.where(allow, scores, -INFINITY)
     weights = softmax(scores)
-    return np.matmul(weights if keep is None else weights * keep, v), weights, k, v
+    return np.matmul(weights if keep_mask is None else weights * keep_mask, v), weights, k, v
 
 
-def attention_vjp(g, y, weights, seen_k, seen_v, q, k, v, allow, bias, keep, *, scale):
-    # q k^T -> scores -> weights -> kept weights -> y, backwards; softmax as above.
-    kept_weights = weights if keep is None else weights * keep
+def attention_vjp(g, y, weights, seen_k, seen_v, q, k, v, allow, bias, keep_mask, *, scale):
+    """The chain y <- kept weights <- weights <- scores <- q k^T in reverse; the step through softmax is softmax's."""
+    kept = weights if keep_mask is None else weights * keep_mask
     g_kept = g @ seen_v.mT
-    g_weights = g_kept if keep is None else g_kept * keep
+    g_weights = g_kept if keep_mask is None else g_kept * keep_mask
     g_scores = weights * (g_weights - np.sum(g_weights * weights, axis=-1, keepdims=True))
-    scaled = g_scores * attention_scale(q, scale)
-    return scaled @ seen_k, scaled.mT @ q, kept_weights.mT @ g, None, g_scores, g_kept * weights
+    scaled = g_scores * score_scale(q, scale)
+    return scaled @ seen_k, scaled.mT @ q, kept.mT @ g, None, g_scores, g_kept * weights
 
 
 attention.vjp_joint(attention_vjp)
 
 
+def unchanged(name, tensor):
+    """The default of `observe`: go on with the tensor as it is."""
+    return tensor
+
+
 @attention.composed_of
-def attention_from_primitives(q, k, v, allow=None, bias=None, keep=None, *, scale=None):
-    k, v = only_seen(k, allow), only_seen(v, allow)
-    scores = multiply_by(matmul(q, k.mT), by=attention_scale(q, scale))
-    if bias is not None:
-        scores = add(scores, bias)
-    weights = softmax(scores if allow is None else mask(scores, allow))
-    return matmul(weights if keep is None else mul(weights, keep), v)
+def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observe=unchanged):
+    """softmax(q k^T * scale + bias, -inf where not `allow`) v, one primitive per step (arXiv:1706.03762, equation 1).
+
+    This is the package's statement of attention: `attention` is its fused form and is tested against it.
+
+    Args:
+        q, k, v: (..., T_q, d_k), (..., T_k, d_k), (..., T_k, d_v).
+        allow: boolean, True = may attend, broadcasts to the scores (..., T_q, T_k). A query that may attend to no key
+            gets zeros. A key that no query may attend to is replaced by zeros, so that nan in padding cannot spread.
+        bias: added to the scaled scores; broadcasts to them.
+        keep_mask: multiplied by the weights: a dropout mask, drawn by the caller.
+        scale: d_k ** -0.5 unless given.
+        observe: called as `observe(name, tensor)` with "scores" (scaled), "masked" (with bias and mask), "weights"
+            (after the softmax) and "heads" (the result). The computation continues with the tensor that it returns.
+
+    Returns:
+        (..., T_q, d_v).
+    """
+    k, v = zero_hidden(k, allow), zero_hidden(v, allow)
+    scores = observe("scores", multiply_by(matmul(q, k.mT), by=score_scale(q, scale)))
+    masked = scores if bias is None else add(scores, bias)
+    masked = observe("masked", masked if allow is None else mask(masked, allow))
+    weights = observe("weights", softmax(masked))
+    kept = weights if keep_mask is None else dropout(weights, keep_mask)
+    return observe("heads", matmul(kept, v))
 
 
-def attention_scale(q, scale):
+def score_scale(q, scale):
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def only_seen(rows, allow):
-    """`rows` of keys or values, with zeros for those that no query may see: a nan in padding must not reach 0 * nan."""
+def zero_hidden(rows, allow):
+    """Rows of keys or values, with zeros for those that no query may attend to: nan in padding times 0 would be nan."""
     if allow is None:
         return rows
     check_boolean(allow, "allow")

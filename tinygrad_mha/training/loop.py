@@ -46,8 +46,8 @@ class TrainConfig:
     """Everything that decides how a run goes, besides its text. The defaults are nanoGPT's CPU configuration.
 
     Attributes:
-        n_layer, n_head, n_embd, block_size, dropout, bias, norm, activation, position, tie_weights, n_kv_head: the
-            model; see `GPTConfig`.
+        n_layer, n_head, n_embd, block_size, dropout, bias, norm, norm_first, activation, position, tie_weights,
+            n_kv_head: the model; see `GPTConfig`.
         batch_size, accumulate: windows per pass, and passes per step.
         steps: how many times the weights move.
         learning_rate, min_lr, warmup: up in a line, down in half a cosine until the last step; see `warmup_cosine`.
@@ -65,7 +65,8 @@ class TrainConfig:
     block_size: int = 64
     dropout: float = 0.0
     bias: bool = False
-    norm: str = "pre"
+    norm: str = "layer"
+    norm_first: bool = True
     activation: str = "gelu"
     position: str = "learned"
     tie_weights: bool = True

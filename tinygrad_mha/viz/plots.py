@@ -323,7 +323,7 @@ def plot_logit_lens(
 def lens(model: GPT, idx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """After each layer, the likeliest next token and its probability, (n_layer + 1, T) each."""
     _, trace = model(idx, trace=True)
-    hidden = [model.ln_f(x) if model.config.norm == "pre" else x for x in trace.hidden]
+    hidden = [model.ln_f(x) if model.config.norm_first else x for x in trace.hidden]
     weights = np.stack([ops.softmax(model.lm_head(x)).numpy() for x in hidden])
     return weights.argmax(axis=-1), weights.max(axis=-1)
 

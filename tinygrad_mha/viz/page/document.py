@@ -250,8 +250,16 @@ def matrix(name: str, array: np.ndarray, grad: np.ndarray | None, exact: bool, l
     }
 
 
-KINDS = {"X": "input", "W": "parameter", "b": "parameter", "S": "attention", "Y": "output", "alibi": "constant"}
-SQUARE = ("scores_", "masked_", "S_", "alibi_")
+KINDS = {
+    "X": "input",
+    "W": "parameter",
+    "b": "parameter",
+    "S": "attention",
+    "Y": "output",
+    "alibi": "constant",
+    "relative": "constant",
+}
+SQUARE = ("scores_", "masked_", "S_", "alibi_", "relative_")
 
 
 def packed(array: np.ndarray, exact: bool) -> Json:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import engine, modes, ops, transforms
 from tinygrad_mha.arguments import as_ids
-from tinygrad_mha.nn import GPT, KVCache, MultiHeadAttention
+from tinygrad_mha.nn import GPT, CausalSelfAttention, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
@@ -24,12 +24,13 @@ THRESHOLD = 1e-9  # of the largest derivative: a row whose part is not more than
 
 Json = dict[str, Any]
 AnyModule = TypeVar("AnyModule", bound=Module)
+AnyAttention = MultiHeadAttention | CausalSelfAttention
 
 
 class Subject(NamedTuple):
     """An attention (a copy that is ours), its input (T, d_model), the gradient of Y if known, and facts to be told."""
 
-    attention: MultiHeadAttention
+    attention: AnyAttention
     x: np.ndarray
     grad: Any
     facts: Json
@@ -44,7 +45,7 @@ def private(module: AnyModule) -> AnyModule:
     return twin
 
 
-def subject_of(attention: MultiHeadAttention, x: Any, grad: Any) -> Subject:
+def subject_of(attention: AnyAttention, x: Any, grad: Any) -> Subject:
     return Subject(private(attention), sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)"), grad, {})
 
 
@@ -64,7 +65,7 @@ def layer_of(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
         facts |= {"loss": "next_token", "loss_value": finite(loss.numpy())}
     block = model.h[layer]
     x = trace.hidden[layer]
-    return Subject(block.attn, (block.ln_1(x) if block.norm == "pre" else x).numpy(), grad, facts)
+    return Subject(block.attn, (block.ln_1(x) if block.norm_first else x).numpy(), grad, facts)
 
 
 def sequence(x: Any, ndim: int, wanted: str) -> np.ndarray:
@@ -99,9 +100,9 @@ def collected(subject: Subject, tokens: list[str]) -> Json:
     """Everything that the page shows; arrays as arrays."""
     attention, x, grad, facts = subject
     causal = facts["causal"]
-    if attention.always_causal and not causal:
+    if isinstance(attention, CausalSelfAttention) and not causal:
         raise ValueError("this attention is causal by itself: causal=False cannot be shown")
-    y = attention.per_head(Tensor(x, requires_grad=True, name="X"), causal=causal)
+    y = attention.per_head(Tensor(x, requires_grad=True, name="X"), **mask_of(attention, causal))
     if grad is None:
         grad, facts = y.numpy(), facts | {"loss": "half_squares"}
     grad = np.asarray(plain(grad))
@@ -110,11 +111,19 @@ def collected(subject: Subject, tokens: list[str]) -> Json:
     tensors = named(y, attention)
     gradients = transforms.grad(y, list(tensors.values()), grad_output=grad)
     values = {name: tensor.numpy() for name, tensor in tensors.items()}
-    if attention.position == "alibi":
-        bias = attention.constraints(y, None, None, None, causal, len(x))[1].astype(y.dtype)
-        values |= {f"alibi_{i + 1}": bias[i] for i in range(attention.n_head)}
-    shown = ("d_model", "d_k", "d_v", "d_out", "n_head", "n_kv_head", "position")
-    facts = {"loss": "given", "dtype": str(y.dtype)} | {name: getattr(attention, name) for name in shown} | facts
+    position = attention.heads.position
+    bias = position.bias(attention.n_head, len(x), len(x), y.dtype)
+    if bias is not None:
+        values |= {f"{position.name}_{i + 1}": bias.numpy()[i] for i in range(attention.n_head)}
+    shown = ("d_model", "d_k", "d_v", "n_head", "n_kv_head")
+    facts = {
+        "loss": "given",
+        "dtype": str(y.dtype),
+        "d_out": y.shape[-1],
+        "position": position.name,
+        **{name: getattr(attention, name) for name in shown},
+        **facts,
+    }
     return {
         "tokens": tokens,
         "facts": facts,
@@ -124,6 +133,11 @@ def collected(subject: Subject, tokens: list[str]) -> Json:
         "reach": dependencies(attention, x, causal),
         "decode": decoded(attention, x, y.numpy()) if causal else [],
     }
+
+
+def mask_of(attention: AnyAttention, causal: bool) -> dict[str, Any]:
+    """How `attention` is told to be causal: that of a GPT always is."""
+    return {} if isinstance(attention, CausalSelfAttention) else {"causal": causal}
 
 
 class Head(NamedTuple):
@@ -147,7 +161,7 @@ class Head(NamedTuple):
     sharing: list[int]  # the numbers of the heads that use the same keys and values, this one too
 
 
-def heads_of(attention: MultiHeadAttention) -> list[Head]:
+def heads_of(attention: AnyAttention) -> list[Head]:
     n = attention.n_head
     groups = [i * attention.n_kv_head // n + 1 for i in range(n)]  # which keys and values head i uses
     return [
@@ -166,14 +180,14 @@ def heads_of(attention: MultiHeadAttention) -> list[Head]:
             bq=f"b_Q{i}",
             bk=f"b_K{g}",
             bv=f"b_V{g}",
-            alibi=f"alibi_{i}",
+            alibi=f"{attention.heads.position.name}_{i}",
             sharing=[j for j, other in enumerate(groups, 1) if other == g],
         )
         for i, g in enumerate(groups, 1)
     ]
 
 
-def named(y: Tensor, attention: MultiHeadAttention) -> dict[str, Tensor]:
+def named(y: Tensor, attention: AnyAttention) -> dict[str, Tensor]:
     """The tensors of a `per_head` run that made `y`, by name, in the order in which they were made."""
     if y.node is None or y.node.op is not ops.linear:
         raise TypeError("a walkthrough shows Y = Concat @ W_O; this attention makes its output in another way")
@@ -183,7 +197,7 @@ def named(y: Tensor, attention: MultiHeadAttention) -> dict[str, Tensor]:
     return found | {name: t for name, t in outer.items() if t is not None}
 
 
-def dependencies(attention: MultiHeadAttention, x: np.ndarray, causal: bool) -> dict[str, dict[str, np.ndarray]]:
+def dependencies(attention: AnyAttention, x: np.ndarray, causal: bool) -> dict[str, dict[str, np.ndarray]]:
     """Which rows reach which: {made: {from: boolean (rows of made, rows of from)}}.
 
     The same run is made once for every row, side by side in a batch, and for each tensor one vector-Jacobian product
@@ -195,7 +209,7 @@ def dependencies(attention: MultiHeadAttention, x: np.ndarray, causal: bool) -> 
     for parameter in exact.parameters():
         parameter.requires_grad = False
     batch = Tensor(np.broadcast_to(x, (n, *x.shape)), dtype=np.float64, requires_grad=True, name="X")
-    tensors = named(exact.per_head(batch, causal=causal), attention)
+    tensors = named(exact.per_head(batch, **mask_of(attention, causal)), attention)
     names = {id(tensor): name for name, tensor in tensors.items()}
     rng = np.random.default_rng(0)
     reach: dict[str, dict[str, np.ndarray]] = {}
@@ -232,20 +246,21 @@ def sizes_of_parameters(value: Tensor, g: np.ndarray, names: dict[int, str]) -> 
     return sizes
 
 
-def decoded(attention: MultiHeadAttention, x: np.ndarray, y: np.ndarray) -> list[Json]:
+def decoded(attention: AnyAttention, x: np.ndarray, y: np.ndarray) -> list[Json]:
     """Reading the sequence one token at a time with a cache: what each step computes and reads, and what it costs."""
     cache = KVCache()
     steps = []
     with modes.no_grad(), modes.record():
         for t in range(len(x)):
             before = cache.length
-            row, trace = attention(x[t : t + 1], causal=True, cache=cache, trace=True)
-            whole, _ = attention(x[: t + 1], causal=True, trace=True)
+            options = {"edit": lambda name, tensor: tensor, **mask_of(attention, True)}  # every step has a node
+            row = attention(x[t : t + 1], cache=cache, **options)
+            whole = attention(x[: t + 1], **options)
             steps.append(
                 {
                     "computed": list(range(before, cache.length)),
                     "cached": list(range(before)),
-                    "read": trace.k.shape[-2],
+                    "read": cache.length,
                     "products": multiply_adds(row),
                     "products_without": multiply_adds(whole),
                     "difference": finite(np.abs(row.numpy()[0] - y[t]).max()),

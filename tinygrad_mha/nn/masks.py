@@ -1,0 +1,113 @@
+"""Masks: which keys a query may attend to, and what is added to the scores.
+
+Axes: B batch, H heads, T_q queries, T_k keys. `allow` and `key_allow` are True where a query may attend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha import ops
+from tinygrad_mha.tensors import Tensor, plain
+
+__all__ = ["causal", "combine_masks", "pad_bias", "select_head"]
+
+FORMS = (
+    "Accepted are allow: boolean, True = may attend, of shape (T_q, T_k), (B, T_q, T_k) or (B, H, T_q, T_k); "
+    "key_allow: boolean, of shape (B, T_k); bias: float, added to the scaled scores, in one of the shapes of allow"
+)
+
+Axes = tuple[int | None, int | None, int, int]
+"""The lengths (B, H, T_q, T_k) of scores; None for an axis that they do not have."""
+
+
+def causal(n_q: int, n_k: int | None = None) -> np.ndarray:
+    """The causal mask: query i may attend to keys up to its own position. Boolean (n_q, n_k), True = may attend.
+
+    With more keys than queries, the queries stand at the end: the last one may attend to every key.
+
+    Raises:
+        ValueError: fewer keys than queries.
+
+    Example:
+        >>> causal(2, 4).astype(int)
+        array([[1, 1, 1, 0],
+               [1, 1, 1, 1]])
+    """
+    n_k = n_q if n_k is None else n_k
+    if n_k < n_q:
+        raise ValueError(f"a causal mask needs at least as many keys as queries, got {n_q} queries and {n_k} keys")
+    return np.tri(n_q, n_k, n_k - n_q, dtype=bool)
+
+
+def combine_masks(allow: Any, key_allow: Any, is_causal: bool, axes: Axes) -> np.ndarray | None:
+    """The conjunction of all masks as one boolean array that broadcasts to scores of `axes`; None if there is none.
+
+    Raises:
+        TypeError: a mask that is not boolean.
+        ValueError: a mask whose shape does not fit.
+    """
+    batch, _, n_q, n_k = axes
+    combined = None
+    if allow is not None:
+        combined = pad_axes(check_mask(allow, "allow"), "allow", axes)
+    if key_allow is not None:
+        key_allow = check_mask(key_allow, "key_allow")
+        expected = (1 if batch is None else batch, n_k)
+        if key_allow.shape != expected:
+            raise ValueError(f"key_allow has shape {key_allow.shape}, expected (B, T_k) = {expected}. {FORMS}")
+        keys = pad_axes(key_allow[:, None, :], "key_allow", (*axes[:2], 1, n_k))
+        combined = keys if combined is None else combined & keys
+    if is_causal and n_q != 1:  # a single query is the last one, which may attend to every key
+        past = causal(n_q, n_k)
+        combined = past if combined is None else combined & past
+    return combined
+
+
+def pad_bias(bias: Any, axes: Axes) -> Any:
+    """`bias`, an array or Tensor, in a shape that broadcasts to scores of `axes`.
+
+    Raises:
+        TypeError: a bias that is not floating.
+        ValueError: a bias whose shape does not fit.
+    """
+    bias = bias if isinstance(bias, Tensor) else np.asarray(bias)
+    if bias.dtype.kind != "f":
+        raise TypeError(f"bias must be floating, it is added to the scores; got {bias.dtype}. {FORMS}")
+    return pad_axes(bias, "bias", axes)
+
+
+def check_mask(mask: Any, name: str) -> np.ndarray:
+    """The mask as a boolean array. Numbers are refused, since 0 and 1 do not say which of them hides."""
+    array = np.asarray(plain(mask))
+    if array.dtype.kind == "b":
+        return array
+    reason = "is not boolean"
+    if array.size and np.isin(array, (0, 1)).all():
+        reason = "holds 0 and 1, which do not say which of the two hides, and as scores to be added would hide nothing"
+    raise TypeError(f"{name} {reason}; got {array.dtype}: pass a boolean array, {name}=(m > 0). {FORMS}")
+
+
+def pad_axes(mask: Any, name: str, axes: Axes) -> Any:
+    """A mask of 2, 3 or 4 axes as one that broadcasts to scores of `axes`: axes inserted or removed in front."""
+    batch, heads, n_q, n_k = axes
+    shape = mask.shape
+    front = {2: (1, 1), 3: (*shape[:1], 1), 4: shape[:2]}.get(len(shape), (-1, -1))
+    fits = [n in (1, 1 if axis is None else axis) for n, axis in zip(front, (batch, heads), strict=True)]
+    if shape[-2:] != (n_q, n_k) or not all(fits):
+        names = zip(("B", "H", "T_q", "T_k"), axes, strict=True)
+        lengths = ", ".join(f"{axis} = {n}" for axis, n in names if n is not None)
+        raise ValueError(f"{name} has shape {shape}, which does not fit {lengths}. {FORMS}")
+    if len(shape) == 2:
+        return mask
+    front = tuple(n for n, axis in zip(front, (batch, heads), strict=True) if axis is not None)
+    return mask if shape == (*front, n_q, n_k) else ops.reshape(mask, shape=(*front, n_q, n_k))
+
+
+def select_head(mask: Any, i: int) -> Any:
+    """The part of head `i` of a mask or bias that broadcasts to (..., H, T_q, T_k); None for None."""
+    if mask is None or mask.ndim == 2:
+        return mask
+    return mask[..., i if mask.shape[-3] > 1 else 0, :, :]
