@@ -40,18 +40,7 @@ def test_every_example_in_a_docstring_is_true(name, own_primitives):
 
 
 # A part of the package may import the parts before it, and no others.
-ROOMS = [
-    "arguments",
-    "notation",
-    "primitives",
-    "kernels",
-    "ops",
-    "modes",
-    "engine",
-    "tensors",
-    "numpy_protocol",
-    "transforms",
-]
+ROOMS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
 ROOMS += ["transforms", "files", "data", "decoding", "nn", "optim", "training", "viz", "check", "demo", "cli"]
 
 

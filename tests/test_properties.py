@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 import tinygrad_mha as tg
 from tinygrad_mha import Tensor, ops
-from tinygrad_mha.tensors import COMPARISONS, FUNCTIONS, UFUNCS
+from tinygrad_mha.numpy_protocol import COMPARISONS, FUNCTIONS, UFUNCS
 
 claim = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 seeds = st.integers(0, 2**32 - 1)

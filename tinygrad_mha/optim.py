@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.tensors import Tensor, mark_written
 
 State = dict[
     str, Any
@@ -64,7 +64,7 @@ class Optimizer:
                 continue
             _check_gradient(p)
             self._update(p._data, p.grad, state, group)
-            p._written_cell().touch()
+            mark_written(p)
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters: each `.grad` is None again."""

@@ -1,4 +1,4 @@
-"""Tensor: an array that remembers how it was made."""
+"""Tensor: an array that records how it was computed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import engine, ops
+from tinygrad_mha import engine, numpy_protocol, ops
 from tinygrad_mha.engine import Node, WriteTime
 from tinygrad_mha.modes import STATE
 from tinygrad_mha.primitives import Primitive, as_operand, from_data
 
+__all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "wrap"]
+
+Axis = int | tuple[int, ...] | None
+
 
 class Tensor:
-    """A NumPy array, the gradient that reached it, and the operation that made it.
+    """A NumPy array with a gradient and a record of the operation that computed it.
 
     Args:
-        data: an array (copied, dtype kept), or numbers and nested lists of them (float32; booleans stay boolean).
-        requires_grad: whether `backward` shall leave a gradient here; floating dtypes only.
+        data: an array (copied, its dtype kept), or numbers and nested lists of numbers (float32; booleans stay bool).
+        requires_grad: whether `backward` stores a gradient here; floating dtypes only.
         dtype: the dtype to convert to.
-        name: what to call it in graphs and messages.
+        name: a name for graphs and messages.
 
     Attributes:
-        data: the values. Of a leaf: the array itself; assigning copies into it, and writing through it element by
-            element is seen by nobody, so use `assign_`. Of an intermediate: a read-only view.
-        grad: None, or an array of the tensor's own shape and dtype, shared with nothing.
-        node: None for a leaf, else how it was made: `.op`, `.inputs`, `.kwargs`, `.scope`.
+        data: the values. Of a leaf this is the array itself; assigning to the attribute copies into it. Element-wise
+            writes to the array are not tracked; use `assign_`. Of an intermediate it is a read-only view.
+        grad: None, or an array of the tensor's shape and dtype that shares memory with nothing.
+        node: None for a leaf, else the record of its computation: `.op`, `.inputs`, `.kwargs`, `.scope`.
 
     Example:
         >>> x = Tensor([1.0, 2.0], requires_grad=True, name="x")
@@ -69,6 +73,7 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
+        """The values: of a leaf the array itself, of an intermediate a read-only view."""
         return self._data if self.node is None else _read_only(self._data)
 
     @data.setter
@@ -77,6 +82,7 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
+        """Whether `backward` computes the gradient of this tensor. It can be set on leaves."""
         return self._needs_grad
 
     @requires_grad.setter
@@ -89,28 +95,32 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The length of each axis."""
         return self._data.shape
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return self._data.ndim
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return self._data.size
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The NumPy dtype of the elements."""
         return self._data.dtype
 
     @property
     def T(self) -> Tensor:  # noqa: N802 (NumPy's name)
-        """All axes reversed."""
+        """The transpose, all axes reversed: (a, b, c) -> (c, b, a)."""
         return ops.transpose(self)
 
     @property
     def mT(self) -> Tensor:  # noqa: N802
-        """The last two axes exchanged."""
+        """The matrix transpose, the last two axes exchanged: (..., a, b) -> (..., b, a)."""
         if self.ndim < 2:
             raise ValueError(f"mT wants two or more axes, got shape {self.shape}")
         axes = (*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
@@ -119,17 +129,18 @@ class Tensor:
     # ----------------------------------------------------------------------------------------------------- gradients
 
     def backward(self, grad: Any = None, leaves_only: bool = False) -> None:
-        """Send a gradient back to everything that this tensor was made from.
+        """Compute the gradients of this tensor with respect to all tensors it was computed from.
 
-        Leaves add it to their `.grad`; intermediates overwrite theirs, which stays readable, unless `leaves_only`. The
-        graph lives as long as this tensor: a second call is legal and adds the same once more.
+        Gradients are added to the `.grad` of leaves and overwrite the `.grad` of intermediates, which stays readable.
+        The graph is kept as long as this tensor is: a second call adds the same gradients again.
 
         Args:
-            grad: the gradient of this tensor, in its shape; 1 when it has a single element.
+            grad: the gradient of this tensor, in its shape; 1 if it has a single element.
+            leaves_only: store nothing on intermediates. Training loops need no more.
 
         Raises:
             ValueError: nothing to differentiate, no `grad` for several elements, or a `grad` of another shape.
-            TypeError: a `grad` that is not made of real numbers, or an operation without a derivative rule.
+            TypeError: a `grad` that does not consist of real numbers, or an operation without a derivative rule.
             RuntimeError: an operand was written to after it had been used.
         """
         if not self._needs_grad:
@@ -140,6 +151,7 @@ class Tensor:
         engine.backward(self, self._seed(grad), leaves_only)
 
     def _seed(self, grad: Any) -> np.ndarray:
+        """The gradient that a backward starts with: `grad` checked and converted, or 1."""
         if grad is None:
             if self.size != 1:
                 raise ValueError(
@@ -147,7 +159,7 @@ class Tensor:
                     f"pass grad=, an array of that shape, or make a scalar first"
                 )
             return np.ones_like(self._data)
-        array = np.asarray(grad._data if isinstance(grad, Tensor) else grad)
+        array = np.asarray(plain(grad))
         if array.dtype.kind not in "fiu":
             raise TypeError(f"grad must be made of real numbers, got {array.dtype}")
         if array.shape != self.shape:
@@ -155,18 +167,21 @@ class Tensor:
         return array.astype(self.dtype)
 
     def zero_grad(self) -> None:
-        """Forget the gradient: `.grad` is None again."""
+        """Delete the gradient: `.grad` is None again."""
         self.grad = None
 
     def detach(self) -> Tensor:
-        """The same values (and the same memory, read-only if computed) as a leaf that needs no gradient."""
-        out = _wrap(self.data)
-        out._written = self._written_cell()
+        """A leaf with the same values that needs no gradient. It shares memory, read-only if this was computed."""
+        out = wrap(self.data)
+        out._written = self._write_time()
         out.name = self.name
         return out
 
     def assign_(self, array: Any) -> Tensor:
-        """Copy new values into a leaf, in its own shape and dtype; graphs that have used the old ones will say so."""
+        """Copy new values, of the same shape and a dtype that fits, into a leaf, and return it.
+
+        A later `backward` through a graph that has used the old values raises RuntimeError.
+        """
         if self.node is not None:
             raise ValueError(f"{self._label()} was computed; only leaves can be assigned to")
         new = np.asarray(plain(array))
@@ -177,23 +192,23 @@ class Tensor:
         if not self._data.flags.writeable:
             raise ValueError("this tensor is a read-only view (of a broadcast, say): copy it first, Tensor(t.numpy())")
         np.copyto(self._data, new, casting="same_kind")
-        self._written_cell().touch()
+        mark_written(self)
         return self
 
-    def _written_cell(self) -> WriteTime:
+    def _write_time(self) -> WriteTime:
         if self._written is None:
             self._written = WriteTime()
         return self._written
 
     def named(self, name: str) -> Tensor:
-        """Give it a name, for graphs and messages, and return it."""
+        """Set the name that graphs and messages use, and return the tensor."""
         self.name = name
         return self
 
-    # ----------------------------------------------------------------------------------------------- out of the graph
+    # ------------------------------------------------------------------------------------------------ plain values
 
     def numpy(self) -> np.ndarray:
-        """The values as a read-only array that shares memory with the tensor; `.numpy().copy()` is yours."""
+        """The values as a read-only array that shares memory with the tensor. Use `.numpy().copy()` to write."""
         return _read_only(self._data)
 
     def item(self) -> float | int | bool:
@@ -234,12 +249,9 @@ class Tensor:
         return (self[i] for i in range(len(self)))
 
     def _label(self) -> str:
+        """The tensor in words, for messages."""
         made = "leaf" if self.node is None else f"made by {self.node.op.name}"
-        return (
-            f"a tensor of shape {self.shape} ({self.name!r}, {made})"
-            if self.name
-            else f"a tensor of shape {self.shape} ({made})"
-        )
+        return f"a tensor of shape {self.shape} ({f'{self.name!r}, ' if self.name else ''}{made})"
 
     def __repr__(self) -> str:
         values = np.array2string(self._data, separator=", ", prefix="Tensor(", threshold=200, precision=4)
@@ -248,16 +260,14 @@ class Tensor:
         return f"Tensor({values}, shape={self.shape}, {self.dtype}{name}, {made})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        self._refuse_to_copy()
-        out = Tensor(self._data, requires_grad=self._needs_grad, name=self.name)
-        out.grad = copy.deepcopy(self.grad, memo)
-        return out
+        self._check_leaf()
+        return _restore(self._data, self._needs_grad, self.name, copy.deepcopy(self.grad, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._refuse_to_copy()
-        return _rebuilt, (self._data, self._needs_grad, self.name, self.grad)
+        self._check_leaf()
+        return _restore, (self._data, self._needs_grad, self.name, self.grad)
 
-    def _refuse_to_copy(self) -> None:
+    def _check_leaf(self) -> None:
         if self.node is not None:
             raise TypeError(f"{self._label()} belongs to a graph; copy x.detach() instead")
 
@@ -279,19 +289,15 @@ class Tensor:
 
     def __mul__(self, other: Any) -> Tensor:
         other = self._like(other)
-        return (
-            apply(ops.scale, (self,), {"by": other})
-            if isinstance(other, (int, float))
-            else apply(ops.mul, (self, other))
-        )
+        if isinstance(other, (int, float)):
+            return apply(ops.scale, (self,), {"by": other})
+        return apply(ops.mul, (self, other))
 
     def __rmul__(self, other: Any) -> Tensor:
         other = self._like(other)
-        return (
-            apply(ops.scale, (self,), {"by": other})
-            if isinstance(other, (int, float))
-            else apply(ops.mul, (other, self))
-        )
+        if isinstance(other, (int, float)):
+            return apply(ops.scale, (self,), {"by": other})
+        return apply(ops.mul, (other, self))
 
     def __truediv__(self, other: Any) -> Tensor:
         return apply(ops.div, (self, self._like(other)))
@@ -330,7 +336,7 @@ class Tensor:
             "tensors have no item assignment: use tg.ops.where(mask, new, x), or x.assign_(array) for a leaf"
         )
 
-    # Comparisons have no derivative, so they give plain boolean arrays.
+    # Comparisons have no derivative, so they return plain boolean arrays.
 
     def __eq__(self, other: Any) -> Any:
         return np.asarray(self._data == plain(other))
@@ -351,7 +357,7 @@ class Tensor:
         return np.asarray(self._data >= plain(other))
 
     def _like(self, other: Any) -> Any:
-        """The other operand. Integers and booleans beside a floating tensor take its dtype."""
+        """Convert the other operand: integers and booleans beside a floating tensor take its dtype."""
         if isinstance(other, Tensor):
             return other if other.dtype.kind == "f" or self.dtype.kind != "f" else other.astype(self.dtype)
         other = as_operand(other)
@@ -362,119 +368,128 @@ class Tensor:
     # ------------------------------------------------------------------------------------------------------- methods
 
     def astype(self, dtype: Any) -> Tensor:
-        """In another dtype. Between floating dtypes the gradient passes; to integers or booleans it ends."""
+        """The tensor in another dtype. Between floating dtypes the gradient passes; to others the result is a leaf."""
         if np.dtype(dtype).kind != "f":
-            return _wrap(self._data.astype(dtype))
+            return wrap(self._data.astype(dtype))
         return self if self.dtype == dtype else ops.cast(self, dtype=np.dtype(dtype))
 
     def exp(self) -> Tensor:
+        """e ** x, element-wise."""
         return ops.exp(self)
 
     def log(self) -> Tensor:
+        """The natural logarithm, element-wise."""
         return ops.log(self)
 
     def sqrt(self) -> Tensor:
+        """The square root, element-wise. Its derivative at 0 is infinite."""
         return ops.sqrt(self)
 
     def tanh(self) -> Tensor:
+        """The hyperbolic tangent, element-wise."""
         return apply(ops.tanh, (self,))
 
     def sigmoid(self) -> Tensor:
+        """1 / (1 + exp(-x)), element-wise."""
         return ops.sigmoid(self)
 
     def relu(self) -> Tensor:
+        """max(x, 0), element-wise."""
         return ops.relu(self)
 
     def gelu(self, tanh: bool = False) -> Tensor:
+        """x * Phi(x), element-wise; with `tanh` the approximation that GPT-2 uses. See `ops.gelu`."""
         return ops.gelu(self, tanh=tanh)
 
     def abs(self) -> Tensor:
+        """The absolute value, element-wise."""
         return ops.abs(self)
 
     def clip(self, min: float | None = None, max: float | None = None) -> Tensor:
+        """x limited to the range `min` to `max`, element-wise."""
         return ops.clip(self, min=min, max=max)
 
-    def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The sum over `axis` (None: all axes), which is removed, or left at length 1 with `keepdims`."""
         return ops.sum(self, axis=axis, keepdims=keepdims)
 
-    def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The mean over `axis`; the shape as for `sum`."""
         return ops.mean(self, axis=axis, keepdims=keepdims)
 
-    def var(self, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
+    def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
+        """The variance over `axis`, with divisor n - ddof; the shape as for `sum`."""
         return ops.var(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    def std(self, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
+    def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
+        """The standard deviation over `axis`, with divisor n - ddof; the shape as for `sum`."""
         return ops.std(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    def norm(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+    def norm(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The Euclidean norm over `axis`; the shape as for `sum`."""
         return ops.norm(self, axis=axis, keepdims=keepdims)
 
-    def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The maximum over `axis`; the shape as for `sum`. Equal maxima share the gradient evenly."""
         return ops.max(self, axis=axis, keepdims=keepdims)
 
-    def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The minimum over `axis`; the shape as for `sum`. Equal minima share the gradient evenly."""
         return ops.min(self, axis=axis, keepdims=keepdims)
 
-    def argmax(self, axis: Any = None) -> Any:
-        """Where the largest element stands: a plain integer array, it has no derivative."""
+    def argmax(self, axis: int | None = None) -> Any:
+        """The index of the maximum over `axis` (None: of all elements), as plain integers without gradient."""
         return np.argmax(self._data, axis=axis)
 
-    def argmin(self, axis: Any = None) -> Any:
-        """Where the smallest element stands: a plain integer array, it has no derivative."""
+    def argmin(self, axis: int | None = None) -> Any:
+        """The index of the minimum over `axis` (None: of all elements), as plain integers without gradient."""
         return np.argmin(self._data, axis=axis)
 
     def softmax(self, axis: int = -1) -> Tensor:
+        """exp(x) / sum(exp(x)) along `axis`, in the shape of x. A row of -inf gives zeros."""
         return apply(ops.softmax, (self,), {"axis": axis})
 
     def log_softmax(self, axis: int = -1) -> Tensor:
+        """The logarithm of the softmax along `axis`, in the shape of x."""
         return ops.log_softmax(self, axis=axis)
 
     def reshape(self, *shape: Any) -> Tensor:
+        """The same elements in another shape, `reshape(2, 3)` or `reshape((2, 3))`; one length may be -1."""
         return ops.reshape(self, shape=_one_or_many(shape))
 
     def transpose(self, *axes: Any) -> Tensor:
+        """The axes in another order, `transpose(1, 0, 2)` or `transpose((1, 0, 2))`; without arguments reversed."""
         return ops.transpose(self, axes=_one_or_many(axes) or None)
 
     def swapaxes(self, axis1: int, axis2: int) -> Tensor:
+        """The tensor with two axes exchanged."""
         return ops.swapaxes(self, axis1, axis2)
 
     def broadcast_to(self, *shape: Any) -> Tensor:
+        """The tensor repeated to a shape by NumPy's broadcasting rules."""
         return ops.broadcast_to(self, shape=_one_or_many(shape))
 
     # --------------------------------------------------------------------------------------------------------- NumPy
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if method != "__call__" or kwargs:
-            how = (
-                f"np.{ufunc.__name__}.{method}"
-                if method != "__call__"
-                else f"np.{ufunc.__name__} with {', '.join(kwargs)}="
-            )
-            raise TypeError(f"{how} does not take tensors: use the methods of Tensor, or .numpy() for plain values")
-        if ufunc in COMPARISONS:
-            return np.asarray(ufunc(*map(plain, inputs)))
-        if ufunc not in UFUNCS:
-            raise TypeError(_unmapped(ufunc.__name__, UFUNCS))
-        return UFUNCS[ufunc](*inputs)
+        return numpy_protocol.apply_ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        if function not in FUNCTIONS:
-            raise TypeError(_unmapped(function.__name__, FUNCTIONS))
-        return FUNCTIONS[function](*args, **kwargs)
+        return numpy_protocol.apply_function(function, args, kwargs)
 
     @staticmethod
-    def __apply_primitive__(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def __apply_primitive__(op: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return apply(op, inputs, kwargs)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How an operation becomes a tensor
+# How a primitive is applied
 
-NOTHING: dict[str, Any] = {}
+NO_KEYWORDS: dict[str, Any] = {}
 
 
-def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHING) -> Tensor:
-    """Compute `op` on tensors and constants; remember it if gradients are on and one of them needs one."""
+def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any] = NO_KEYWORDS) -> Tensor:
+    """Apply `op` to tensors and constants. Record a node if gradients are on and an input needs one."""
     grad_on, recording, scope = STATE.get()
     arrays: list[Any] = []
     bit, bits = 1, 0  # bit i of `bits`: input i needs a gradient
@@ -490,7 +505,7 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
         kwargs = _plain_keywords(op, kwargs)
     needed = POSITIONS[bits] if grad_on else ()
     if (needed or recording) and bits + 1 != bit:
-        _own_constants(inputs, arrays)
+        _copy_constants(inputs, arrays)
     try:
         value = op.forward(*arrays, **kwargs)
     except Primitive.EXPLAINED as error:
@@ -498,26 +513,26 @@ def apply(op: Primitive, inputs: tuple[Any, ...], kwargs: dict[str, Any] = NOTHI
     residuals: tuple[Any, ...] = ()
     if value.__class__ is not np.ndarray:
         value, residuals = op.value_and_residuals(value)
-    out = new_tensor(Tensor)  # what _wrap does, without the call: every operation comes by here
+    out = new_tensor(Tensor)  # as in `wrap`, without the call: every operation passes here
     out._data = value
     out.grad = out.node = out.name = out._written = None
     out._needs_grad = False
     if needed and value.dtype.kind == "f":
         out._needs_grad = True
         if op.underivable:
-            _refuse_underivable(op, needed)
+            _check_derivable(op, needed)
         out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, scope)
     elif needed and value.dtype.kind == "c":
         raise TypeError(f"{op.name!r} has a complex result, and gradients are real here: take real and imaginary parts")
     elif recording:
         out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, scope)
     if value.base is not None:
-        _share_written(out, inputs)
+        _share_write_time(out, inputs)
     return out
 
 
 class _Positions(dict[int, tuple[int, ...]]):
-    """The positions of the ones in a number, remembered: most nodes share a handful of these tuples."""
+    """The positions of the ones in a binary number, cached: most nodes share a few of these tuples."""
 
     def __missing__(self, bits: int) -> tuple[int, ...]:
         positions = tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
@@ -528,14 +543,14 @@ class _Positions(dict[int, tuple[int, ...]]):
 POSITIONS = _Positions()
 
 
-def _own_constants(inputs: tuple[Any, ...], arrays: list[Any]) -> None:
-    """Copy the plain arrays: what their owner does to them later must not reach the backward."""
+def _copy_constants(inputs: tuple[Any, ...], arrays: list[Any]) -> None:
+    """Copy the plain arrays among the operands: later writes by their owner must not change the backward."""
     for i, array in enumerate(arrays):
         if array.__class__ is np.ndarray and not isinstance(inputs[i], Tensor):
             arrays[i] = array.copy()
 
 
-def _refuse_underivable(op: Primitive, needed: tuple[int, ...]) -> None:
+def _check_derivable(op: Primitive[..., Any], needed: tuple[int, ...]) -> None:
     for i in needed:
         if i in op.underivable:
             raise TypeError(
@@ -547,7 +562,8 @@ def _refuse_underivable(op: Primitive, needed: tuple[int, ...]) -> None:
 new_tensor = Tensor.__new__
 
 
-def _wrap(value: np.ndarray) -> Tensor:
+def wrap(value: np.ndarray) -> Tensor:
+    """A leaf that needs no gradient, around an array that is not copied."""
     out = new_tensor(Tensor)
     out._data = value
     out.grad = out.node = out.name = out._written = None
@@ -555,18 +571,23 @@ def _wrap(value: np.ndarray) -> Tensor:
     return out
 
 
-def _share_written(out: Tensor, inputs: tuple[Any, ...]) -> None:
+def mark_written(tensor: Tensor) -> None:
+    """Record that the memory of `tensor` was written to, so that a backward that used the old values raises."""
+    tensor._write_time().touch()
+
+
+def _share_write_time(out: Tensor, inputs: tuple[Any, ...]) -> None:
     """A result that is a view of an input is written to whenever that input is."""
     owner = out._data.base
     for x in inputs:
         if isinstance(x, Tensor) and (owner is x._data or owner is x._data.base):
-            out._written = x._written_cell()
+            out._written = x._write_time()
             if x.node is not None:
-                out._data.flags.writeable = False  # what was computed is not to be written to, by no alias either
+                out._data.flags.writeable = False  # no alias may write to a computed value
 
 
-def _plain_keywords(op: Primitive, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords are constants: tensors among them give their arrays, NumPy's scalars become Python numbers."""
+def _plain_keywords(op: Primitive[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords are constants: tensors among them become arrays, NumPy scalars become Python numbers."""
     for name, value in kwargs.items():
         if isinstance(value, (Tensor, np.generic)):
             if isinstance(value, Tensor) and value._needs_grad:
@@ -575,48 +596,6 @@ def _plain_keywords(op: Primitive, kwargs: dict[str, Any]) -> dict[str, Any]:
                 )
             kwargs = {**kwargs, name: as_operand(plain(value))}
     return kwargs
-
-
-def plain(x: Any) -> Any:
-    """The array of a tensor; anything else as it is."""
-    return x._data if isinstance(x, Tensor) else x
-
-
-def as_tensor(x: Any) -> Tensor:
-    """A tensor as it is, anything else as a constant tensor."""
-    return x if isinstance(x, Tensor) else Tensor(x)
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _one_or_many(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """f(2, 3) and f((2, 3)) mean the same."""
-    return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
-
-
-def _holds_tensors(data: Any) -> bool:
-    stack = list(data)
-    while stack:
-        x = stack.pop()
-        if isinstance(x, Tensor):
-            return True
-        if isinstance(x, (list, tuple)):
-            stack.extend(x)
-    return False
-
-
-def _rebuilt(data: np.ndarray, requires_grad: bool, name: str | None, grad: np.ndarray | None) -> Tensor:
-    out = Tensor(data, requires_grad=requires_grad, name=name)
-    out.grad = grad
-    return out
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# NumPy's functions, sent to ours
 
 
 def matmul(a: Any, b: Any) -> Any:
@@ -635,98 +614,41 @@ def matmul(a: Any, b: Any) -> Any:
     return ops.reshape(product, shape=shape)
 
 
-def _operator(name: str, reflected: str) -> Callable[[Any, Any], Any]:
-    def call(a: Any, b: Any) -> Any:
-        return getattr(a, name)(b) if isinstance(a, Tensor) else getattr(b, reflected)(a)
-
-    return call
+def plain(x: Any) -> Any:
+    """The array of a tensor; anything else unchanged."""
+    return x._data if isinstance(x, Tensor) else x
 
 
-def _in_one_dtype(op: Primitive) -> Callable[[Any, Any], Any]:
-    return lambda a, b: op(a, a._like(b)) if isinstance(a, Tensor) else op(b._like(a), b)
+def as_tensor(x: Any) -> Tensor:
+    """A tensor unchanged; anything else as a constant tensor."""
+    return x if isinstance(x, Tensor) else Tensor(x)
 
 
-def _shape_first(op: Primitive) -> Callable[..., Any]:
-    return lambda x, shape, **kwargs: op(
-        x, shape=tuple(shape) if isinstance(shape, (tuple, list)) else (shape,), **kwargs
-    )
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
-def _joined(op: Primitive) -> Callable[..., Any]:
-    return lambda xs, axis=0: op(*xs, axis=axis)
+def _one_or_many(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Accept f(2, 3) and f((2, 3))."""
+    return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
 
 
-def _reduction(op: Any) -> Callable[..., Any]:
-    return lambda x, axis=None, **kwargs: op(x, axis=axis, **kwargs)
+def _holds_tensors(data: Any) -> bool:
+    """Whether nested lists contain a Tensor. Iterative, so any depth works."""
+    stack = list(data)
+    while stack:
+        x = stack.pop()
+        if isinstance(x, Tensor):
+            return True
+        if isinstance(x, (list, tuple)):
+            stack.extend(x)
+    return False
 
 
-def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    if ord is not None:
-        raise TypeError(f"np.linalg.norm of a tensor is the Euclidean one: leave out ord, got {ord!r}")
-    return ops.norm(x, axis=axis, keepdims=keepdims)
-
-
-def _dot(a: Any, b: Any) -> Any:
-    if max(np.ndim(plain(a)), np.ndim(plain(b))) > 2:
-        raise ValueError("np.dot of more than two axes is no stack of products: use @ for that, else np.einsum")
-    return UFUNCS[np.matmul](a, b)
-
-
-COMPARISONS: tuple[Any, ...] = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
-COMPARISONS += (np.isfinite, np.isnan, np.isinf, np.sign)
-
-UFUNCS: dict[Any, Callable[..., Any]] = {
-    np.add: _operator("__add__", "__radd__"),
-    np.subtract: _operator("__sub__", "__rsub__"),
-    np.multiply: _operator("__mul__", "__rmul__"),
-    np.true_divide: _operator("__truediv__", "__rtruediv__"),
-    np.power: _operator("__pow__", "__rpow__"),
-    np.float_power: _operator("__pow__", "__rpow__"),
-    np.matmul: _operator("__matmul__", "__rmatmul__"),
-    np.negative: ops.neg,
-    np.positive: lambda x: x,
-    np.absolute: ops.abs,
-    np.fabs: ops.abs,
-    np.exp: ops.exp,
-    np.log: ops.log,
-    np.sqrt: ops.sqrt,
-    np.square: lambda x: x * x,
-    np.tanh: ops.tanh,
-    np.maximum: _in_one_dtype(ops.maximum),
-    np.minimum: _in_one_dtype(ops.minimum),
-}
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    np.sum: _reduction(ops.sum),
-    np.mean: _reduction(ops.mean),
-    np.var: _reduction(ops.var),
-    np.std: _reduction(ops.std),
-    np.max: _reduction(ops.max),
-    np.min: _reduction(ops.min),
-    np.linalg.norm: _norm,
-    np.argmax: lambda x, axis=None: x.argmax(axis=axis),
-    np.argmin: lambda x, axis=None: x.argmin(axis=axis),
-    np.where: ops.where,
-    np.clip: lambda x, a_min=None, a_max=None, **kwargs: ops.clip(x, **{"min": a_min, "max": a_max, **kwargs}),
-    np.reshape: _shape_first(ops.reshape),
-    np.broadcast_to: _shape_first(ops.broadcast_to),
-    np.transpose: lambda x, axes=None: ops.transpose(x, axes=axes),
-    np.matrix_transpose: lambda x: x.mT,
-    np.swapaxes: ops.swapaxes,
-    np.concatenate: _joined(ops.concat),
-    np.stack: _joined(ops.stack),
-    np.split: ops.split,
-    np.einsum: ops.einsum,
-    np.dot: _dot,
-    np.shape: lambda x: x.shape,
-    np.ndim: lambda x: x.ndim,
-    np.size: lambda x: x.size,
-}
-
-
-def _unmapped(name: str, mapped: dict[Any, Any]) -> str:
-    known = ", ".join(sorted(f.__name__ for f in mapped))
-    return (
-        f"np.{name} is not differentiable here. NumPy functions that take tensors: {known}. "
-        f"For plain values use x.numpy(), for a new rule tg.ops.primitive"
-    )
+def _restore(data: np.ndarray, requires_grad: bool, name: str | None, grad: np.ndarray | None) -> Tensor:
+    """A leaf from its parts, for copy and pickle."""
+    out = Tensor(data, requires_grad=requires_grad, name=name)
+    out.grad = grad
+    return out

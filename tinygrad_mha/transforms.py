@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine, modes, ops
-from tinygrad_mha.tensors import Tensor, _wrap, as_tensor
+from tinygrad_mha.tensors import Tensor, as_tensor, wrap
 
 
 def grad(
@@ -47,7 +47,7 @@ def grad(
         wanted = {id(x) for x in xs}
         oldest = min((x.node.stamp - 1 if x.node else -1 for x in xs), default=-1)
         if create_graph:
-            start = grad_output.astype(y.dtype) if isinstance(grad_output, Tensor) else _wrap(seed)
+            start = grad_output.astype(y.dtype) if isinstance(grad_output, Tensor) else wrap(seed)
             with modes.enable_grad():
                 for value, g in engine.sweep(y, start, differentiable=True, newer_than=oldest):
                     if id(value) in wanted:
@@ -55,7 +55,7 @@ def grad(
         else:
             for value, g in engine.sweep(y, seed, newer_than=oldest):
                 if id(value) in wanted:
-                    found[id(value)] = _wrap(np.array(g))
+                    found[id(value)] = wrap(np.array(g))
     results: list[Tensor] = []
     for x in xs:
         g = found[id(x)] if id(x) in found else Tensor(np.zeros(x.shape, x.dtype))
@@ -138,7 +138,7 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Any) -> Tensor:
         rows.append(pull(unit.reshape(y.shape))[0].numpy())
         unit[i] = 0
     shape = np.shape(x.numpy() if isinstance(x, Tensor) else x)
-    return _wrap(np.array(rows, dtype=y.dtype).reshape(*y.shape, *shape))
+    return wrap(np.array(rows, dtype=y.dtype).reshape(*y.shape, *shape))
 
 
 def hessian(f: Callable[[Tensor], Tensor], x: Any) -> Tensor:

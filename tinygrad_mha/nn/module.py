@@ -13,7 +13,7 @@ import numpy as np
 
 from tinygrad_mha import modes
 from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, save_arrays
-from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.tensors import Tensor, mark_written
 
 F = TypeVar("F", covariant=True)
 
@@ -232,7 +232,7 @@ class Module:
                 # The one place where a leaf changes its dtype: ties and optimizers hold the object, so it must stay.
                 tensor._data = tensor._data.astype(dtype)
                 tensor.grad = None
-                tensor._written_cell().touch()
+                mark_written(tensor)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
