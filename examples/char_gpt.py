@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tinygrad_mha as tg
-from tinygrad_mha.decoding.generation import multiply_adds
+from tinygrad_mha.decoding import CountedModel
 
 
 def mean_loss(model, batches):
@@ -67,8 +67,10 @@ def main(short=False, file=None):
     print(f"\n{text[:8]}", end="")
     for piece in tg.stream(model, prompt, new, tokenizer=tokenizer, **options):
         print(piece, end="", flush=True)
-    cached, uncached = (tg.generate(model, prompt, new, use_cache=use, **options) for use in (True, False))
-    costs = [multiply_adds(config, len(prompt), new, cached=use) for use in (True, False)]
+    with_cache, without_cache = CountedModel(model), CountedModel(model)
+    cached = tg.generate(with_cache, prompt, new, **options)
+    uncached = tg.generate(without_cache, prompt, new, use_cache=False, **options)
+    costs = [with_cache.multiply_adds, without_cache.multiply_adds]
     same = bool((cached == uncached).all())
     print(f"\n\nwith and without the cache the same text: {same}")
     print(f"multiply-adds: {costs[0]:,} with, {costs[1]:,} without, {costs[1] / costs[0]:.1f} times as many")

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tinygrad_mha.decoding.beam import beam_search
+from tinygrad_mha.decoding import beam_search
 
 V, END = 3, 2
 
@@ -48,6 +48,43 @@ def test_a_beam_as_wide_as_all_sequences_is_exhaustive_search(seed, power):
         assert [hypothesis.log_probability, hypothesis.score] == pytest.approx(expected, abs=1e-12)
     scores = [hypothesis.score for hypothesis in found.hypotheses]
     assert scores == sorted(scores, reverse=True)
+
+
+def test_of_equal_scores_the_shorter_sequence_is_best_then_the_lower_ids():
+    tables = {2: [0.25, 0.25, 0.25, 0.25], 3: [0.25, 0.5, 0.125, 0.125]}  # 3 is the end
+
+    def step(prefixes, parents):
+        return np.log([tables.get(int(row[-1]), [0.5, 0.25, 0.125, 0.125]) for row in prefixes])
+
+    found = beam_search(step, [0], 3, beam=4**3, max_new_tokens=3)
+    order = [(-h.score, len(h.tokens), h.tokens.tolist()) for h in found.hypotheses]
+    assert order == sorted(order)
+    assert len({-score for score, *_ in order}) < len(order)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.9])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sequence_may_end_by_any_rule(seed, power):
+    """Here: at two equal tokens in a row."""
+
+    def ends(tokens):
+        return len(tokens) > 1 and tokens[-1] == tokens[-2]
+
+    step = language(np.random.default_rng(seed))
+    scores = {}
+    for n in range(1, 6):
+        for tokens in itertools.product(range(V), repeat=n):
+            if any(ends(tokens[:k]) for k in range(n)) or not (ends(tokens) or n == 5):
+                continue
+            read = [0, *tokens]
+            total = sum(step(np.array([read[: k + 1]]), None)[0][token] for k, token in enumerate(tokens))
+            scores[tokens] = total / ((5 + n) / 6) ** power
+    found = beam_search(step, [0], ends, beam=V**5, max_new_tokens=5, length_penalty=power)
+    assert len(found.hypotheses) == len(scores)
+    assert tuple(found.best.tokens.tolist()) == max(scores, key=scores.get)
+    for hypothesis in found.hypotheses:
+        assert hypothesis.score == pytest.approx(scores[tuple(hypothesis.tokens.tolist())], abs=1e-12)
+        assert hypothesis.log_probability == pytest.approx(hypothesis.log_probabilities.sum(), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -142,14 +179,14 @@ def test_the_tree_is_drawn_with_one_line_for_each_node_and_one_winner():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beam": 0}, "1 or more"),
-        ({"max_new_tokens": 0}, "1 or more"),
-        ({"length_penalty": -1.0}, "0 or more"),
+        ({"beam": 0}, "beam must be an integer of at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+        ({"length_penalty": -1.0}, "at least 0"),
         ({"start": []}, "at least one id"),
         ({"start": [0.5]}, "at least one id"),
         ({"step": lambda prefixes, parents: np.zeros(3)}, r"shape \(3,\)"),
         ({"step": lambda prefixes, parents: np.full((1, 3), np.nan)}, "nan"),
-        ({"step": lambda prefixes, parents: np.full((1, 3), -np.inf)}, "no token possible"),
+        ({"step": lambda prefixes, parents: np.full((1, 3), -np.inf)}, "no token is possible"),
     ],
 )
 def test_bad_input_is_named(change, message, rng):

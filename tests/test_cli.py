@@ -110,7 +110,7 @@ def test_generate_says_when_the_context_slides(run, capsys):
     assert main(["generate", str(run), "--prompt", "the ", "-n", "30", "--seed", "0"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("note: ")
-    assert "more than the context holds: block_size is 8" in said
+    assert "exceed the context: block_size is 8" in said
     assert "block_size is 8" in refused(capsys, "generate", run, "--prompt", "the ", "-n", "30", "--on-full", "error")
 
 

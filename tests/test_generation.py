@@ -7,7 +7,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer, CharTokenizer
-from tinygrad_mha.decoding.generation import ContextFullWarning, generate, multiply_adds, stream
+from tinygrad_mha.decoding import ContextFullWarning, CountedModel, count_multiply_adds, generate, stream
 
 VOCABULARY, BLOCK = 29, 13
 POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "none"]
@@ -52,7 +52,7 @@ class Scripted(tg.nn.Module):
         self.config = tg.nn.GPTConfig(vocab_size, len(script) + 1, 1, 1, 1)
         self.script = script
 
-    def forward(self, idx, cache=None, last_only=True):
+    def forward(self, idx, last_only=True):
         logits = np.full((len(idx), 1, self.config.vocab_size), -10.0)
         logits[:, 0, self.script[np.shape(idx)[1]]] = 10.0
         return tg.Tensor(logits)
@@ -257,7 +257,7 @@ def test_ids_and_strings_stop_together():
 @pytest.mark.parametrize(
     ("stop", "error", "message"),
     [
-        ("b", ValueError, "so a tokenizer must be given"),
+        ("b", ValueError, "pass tokenizer="),
         (VOCABULARY, ValueError, "not in the vocabulary, 0 to 28"),
         (-1, ValueError, "not in the vocabulary"),
         (1.0, TypeError, "token id, a string, or a list"),
@@ -290,7 +290,7 @@ def test_max_new_tokens_counts_the_new_ones(model, new, use_cache):
 
 @pytest.mark.parametrize("new", [-1, 2.0, True, None, "3"])
 def test_a_max_new_tokens_that_is_no_count_is_refused(model, new):
-    with pytest.raises(ValueError, match="max_new_tokens must be an integer, 0 or more"):
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 0"):
         generate(model, [1], new)
 
 
@@ -321,12 +321,12 @@ def test_sliding_continues_the_last_tokens_that_fit(position, use_cache, length)
     model = make_model(position)
     (prompt,) = prompts_of([length])
     new = BLOCK + 7
-    with pytest.warns(ContextFullWarning, match=f"each new token reads the last {BLOCK} anew"):
+    with pytest.warns(ContextFullWarning, match=f"each new token reads the last {BLOCK} again"):
         ids = generate(model, prompt, new, temperature=0, use_cache=use_cache, on_full="slide")
     np.testing.assert_array_equal(ids, [naive(model, prompt, new)])
 
 
-@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.generation.ContextFullWarning")
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_each_row_of_a_sliding_batch_equals_its_prompt_alone(position, use_cache):
@@ -350,7 +350,7 @@ def test_sliding_says_so_where_it_was_asked_for_and_only_when_it_slides(model):
 
 
 def test_an_on_full_that_is_unknown_is_refused(model):
-    with pytest.raises(ValueError, match=r'on_full must be "error" or "slide", got .crop'):
+    with pytest.raises(ValueError, match="on_full must be one of 'error', 'slide', got 'crop'"):
         generate(model, [1], 1, on_full="crop")
 
 
@@ -637,8 +637,9 @@ def every_text(n, vocab_size, stop):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("length_penalty", [0.0, 0.9])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_beam_as_wide_as_all_texts_finds_what_trying_all_finds(seed, use_cache):
+def test_a_beam_as_wide_as_all_texts_finds_what_trying_all_finds(seed, length_penalty, use_cache):
     rng = np.random.default_rng(seed)
     model = tg.nn.GPT(tg.nn.GPTConfig(3, 7, 2, 2, 10, tie_weights=False), seed=seed).astype(np.float64)
     for parameter in model.parameters():
@@ -650,8 +651,12 @@ def test_a_beam_as_wide_as_all_texts_finds_what_trying_all_finds(seed, use_cache
             log = tg.ops.log_softmax(model([*prompt, *text[:-1]]).numpy()[1:])
         return log[np.arange(len(text)), list(text)]
 
-    best = max(every_text(4, 3, stop=0), key=lambda text: log_probabilities(text).mean())
-    ids, logs = generate(model, prompt, 4, stop=0, beam=3**4, use_cache=use_cache, logprobs=True)
+    def score(text):
+        return log_probabilities(text).sum() / ((5 + len(text)) / 6) ** length_penalty
+
+    best = max(every_text(4, 3, stop=0), key=score)
+    options = {"beam": 3**4, "length_penalty": length_penalty, "use_cache": use_cache, "logprobs": True}
+    ids, logs = generate(model, prompt, 4, stop=0, **options)
     np.testing.assert_array_equal(ids, [[*prompt, *best]])
     np.testing.assert_allclose(logs[0], log_probabilities(best), rtol=0, atol=1e-12)
 
@@ -672,7 +677,7 @@ def test_a_beam_of_each_row_is_that_of_its_prompt_alone(model):
         np.testing.assert_array_equal(row, generate(model, prompt, 5, beam=3, stop=[3, 20], use_cache=False)[0])
 
 
-@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.generation.ContextFullWarning")
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
 def test_a_beam_slides_as_drawing_does(model):
     (prompt,) = prompts_of([BLOCK - 1])
     cached, uncached = (generate(model, prompt, 5, beam=3, use_cache=use, on_full="slide") for use in (True, False))
@@ -695,7 +700,7 @@ def test_a_beam_writes_nothing_when_nothing_is_asked_for(model):
 
 @pytest.mark.parametrize("beam", [0, -1, 1.5, True, None])
 def test_a_beam_that_is_no_count_is_refused(model, beam):
-    with pytest.raises(ValueError, match="beam must be an integer of 1 or more"):
+    with pytest.raises(ValueError, match="beam must be an integer of at least 1"):
         generate(model, [1], 3, beam=beam)
 
 
@@ -708,36 +713,84 @@ def test_a_beam_and_drawing_exclude_each_other(model, options):
 # --------------------------------------------------------------------------------------------------------------- cost
 
 
+def cost(model, prompt, new, use_cache=True):
+    counted = CountedModel(model)
+    generate(counted, np.zeros(prompt, int), new, use_cache=use_cache, on_full="slide")
+    return counted.multiply_adds
+
+
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
 def test_multiply_adds_by_hand():
     config = tg.nn.GPTConfig(vocab_size=11, block_size=3, n_layer=1, n_head=1, n_embd=2, n_inner=5)
+    model = tg.nn.GPT(config)
     # per token: 2*6 for Q, K and V, 2*2 for W_O, 2*5 + 5*2 for the mlp = 36; per pair of tokens: 2 + 2; head: 2*11 = 22
-    assert multiply_adds(config, 1, 1) == 36 + 4 + 22
-    assert multiply_adds(config, 2, 1) == 2 * 36 + 4 * 4 + 22
-    assert multiply_adds(config, 2, 2) == (2 * 36 + 4 * 4 + 22) + (36 + 3 * 4 + 22)
-    assert multiply_adds(config, 2, 2, cached=False) == (2 * 36 + 4 * 4 + 22) + (3 * 36 + 9 * 4 + 22)
-    assert multiply_adds(config, 2, 3) == multiply_adds(config, 2, 2) + (3 * 36 + 9 * 4 + 22)  # a full context
-    assert multiply_adds(config, 2, 0) == 0
+    assert cost(model, 1, 1) == 36 + 4 + 22
+    assert cost(model, 2, 1) == 2 * 36 + 4 * 4 + 22
+    assert cost(model, 2, 2) == (2 * 36 + 4 * 4 + 22) + (36 + 3 * 4 + 22)
+    assert cost(model, 2, 2, use_cache=False) == (2 * 36 + 4 * 4 + 22) + (3 * 36 + 9 * 4 + 22)
+    assert cost(model, 2, 3) == cost(model, 2, 2) + (3 * 36 + 9 * 4 + 22)  # a full context
+    assert cost(model, 2, 0) == 0
 
 
-@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.generation.ContextFullWarning")
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
+@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize(("prompt", "new"), [(1, 1), (5, 7), (BLOCK, 1), (7, 11), (17, 3)])
 @pytest.mark.parametrize("options", [{}, {"n_kv_head": 1, "position": "rotary", "n_inner": 7}], ids=["gpt2", "shared"])
-def test_multiply_adds_are_those_that_are_done(monkeypatch, options, prompt, new, cached):
+def test_counted_multiply_adds_are_those_that_numpy_does(monkeypatch, options, prompt, new, use_cache):
     model = make_model(**options)
+    counted = cost(model, prompt, new, use_cache)
     done = []
 
-    def counting(op, count):
+    def watch(op, count):
         forward = op.forward
 
-        def counted(*arrays, **kwargs):
+        def watched(*arrays, **kwargs):
             done.append(count(*arrays))
             return forward(*arrays, **kwargs)
 
-        monkeypatch.setattr(op, "forward", counted)
+        monkeypatch.setattr(op, "forward", watched)
 
-    counting(tg.ops.linear, lambda x, w, *bias: x.size * w.shape[1])
-    counting(tg.ops.matmul, lambda a, b: a.size * b.shape[-1])
-    counting(tg.ops.attention, lambda q, k, v, *rest: k.shape[-2] * q.size + k.shape[-2] * q[..., 0].size * v.shape[-1])
-    generate(model, prompts_of([prompt])[0], new, use_cache=cached, on_full="slide")
-    assert sum(done) == multiply_adds(model.config, prompt, new, cached)
+    watch(tg.ops.linear, lambda x, w, *bias: x.size * w.shape[1])
+    watch(tg.ops.matmul, lambda a, b: a.size * b.shape[-1])
+    watch(tg.ops.attention, lambda q, k, v, *rest: k.shape[-2] * q.size + k.shape[-2] * q[..., 0].size * v.shape[-1])
+    generate(model, prompts_of([prompt])[0], new, use_cache=use_cache, on_full="slide")
+    assert sum(done) == counted
+
+
+def test_a_counted_model_generates_what_the_model_generates(model):
+    prompts = prompts_of([5, 3])
+    for options in ({"temperature": 0}, {"seed": 3}, {"beam": 3}, {"use_cache": False, "seed": 3}):
+        expected = generate(model, prompts, 4, **options)
+        for row, wanted in zip(generate(CountedModel(model), prompts, 4, **options), expected, strict=True):
+            np.testing.assert_array_equal(row, wanted)
+
+
+def test_multiply_adds_of_products_of_every_kind(rng):
+    a, b, c = (tg.Tensor(rng.standard_normal(shape)) for shape in [(2, 3, 5), (5, 7), (2, 7, 11)])
+    with tg.record():
+        assert count_multiply_adds(a @ b) == 2 * 3 * 5 * 7
+        assert count_multiply_adds(a @ b @ c) == 2 * 3 * 5 * 7 + 2 * 3 * 7 * 11
+        assert count_multiply_adds(tg.ops.linear(a, b)) == 2 * 3 * 5 * 7
+        assert count_multiply_adds(tg.ops.einsum("bij,jk->bik", a, b)) == 2 * 3 * 5 * 7
+        assert count_multiply_adds(tg.ops.einsum("...ij,jk->...ki", a, b)) == 2 * 3 * 5 * 7
+        assert count_multiply_adds(tg.ops.einsum("bij->j", a)) == 0
+        assert count_multiply_adds((a * 2).tanh().sum()) == 0
+
+
+def test_multiply_adds_of_a_gated_feed_forward_part(rng):
+    """x (3, 5) through two matrices (5, 7), one of which gates the other, and back: 3 * 5 * 7 three times."""
+    x, gate, up, down = (tg.Tensor(rng.standard_normal(shape)) for shape in [(3, 5), (5, 7), (5, 7), (7, 5)])
+    with tg.record():
+        y = (tg.ops.sigmoid(x @ gate) * (x @ up)) @ down
+    assert count_multiply_adds(y) == 3 * 3 * 5 * 7
+
+
+def test_a_fused_primitive_of_a_users_own_costs_what_its_composition_costs(own_primitives, rng):
+    @tg.ops.primitive
+    def two_products(x, v, w):
+        return x @ v @ w
+
+    two_products.composed_of(lambda x, v, w: x @ v @ w)
+    x, v, w = (tg.Tensor(rng.standard_normal(shape)) for shape in [(3, 5), (5, 7), (7, 11)])
+    with tg.record():
+        assert count_multiply_adds(two_products(x, v, w)) == 3 * 5 * 7 + 3 * 7 * 11

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygrad_mha.decoding.generation import draw, probabilities, top_k_only, top_p_only, with_temperature
+from tinygrad_mha.decoding.sampling import (
+    apply_temperature,
+    compute_log_probabilities,
+    compute_probabilities,
+    draw,
+    keep_top_k,
+    keep_top_p,
+)
 
 logits = st.lists(st.floats(-30, 30), min_size=1, max_size=13).map(np.array)
 
@@ -23,33 +30,33 @@ def softmax(x):
 
 def test_temperature_divides_the_logits(rng):
     x = rng.standard_normal((3, 7))
-    np.testing.assert_allclose(probabilities(x, 0.7), softmax(x / 0.7), rtol=1e-13)
+    np.testing.assert_allclose(compute_probabilities(x, 0.7), softmax(x / 0.7), rtol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("temperature", [0, 1e-3, 1e-8, 1e-30, 1e-45, 5e-324, np.float32(1e-30)])
 def test_a_tiny_temperature_is_the_likeliest_token_without_overflow(temperature, dtype):
     x = np.array([[10, -5, 88.0, 3], [1e30, -1e30, 0, -1]], dtype)
-    np.testing.assert_array_equal(probabilities(x, temperature), [[0, 0, 1, 0], [1, 0, 0, 0]])
+    np.testing.assert_array_equal(compute_probabilities(x, temperature), [[0, 0, 1, 0], [1, 0, 0, 0]])
 
 
 def test_a_large_temperature_is_uniform():
-    np.testing.assert_allclose(probabilities(np.array([3.0, -2.0, 0.0, 1.0, 5.0]), 1e12), 0.2, rtol=1e-11)
+    np.testing.assert_allclose(compute_probabilities(np.array([3.0, -2.0, 0.0, 1.0, 5.0]), 1e12), 0.2, rtol=1e-11)
 
 
 def test_greedy_takes_the_first_of_equals():
-    np.testing.assert_array_equal(probabilities(np.array([1.0, 5.0, 5.0]), 0), [0, 1, 0])
+    np.testing.assert_array_equal(compute_probabilities(np.array([1.0, 5.0, 5.0]), 0), [0, 1, 0])
 
 
 @given(logits, st.floats(0.01, 100))
 def test_temperature_makes_the_largest_logit_zero(x, temperature):
-    assert with_temperature(x, temperature).max() == 0
+    assert apply_temperature(x, temperature).max() == 0
 
 
 @pytest.mark.parametrize("temperature", [-1, -1e-9, math.inf, math.nan, "hot", None, True])
 def test_a_temperature_that_is_none_is_refused(temperature):
     with pytest.raises(ValueError, match="temperature must be a number"):
-        probabilities(np.zeros(5), temperature)
+        compute_probabilities(np.zeros(5), temperature)
 
 
 # --------------------------------------------------------------------------------------------------------------- top-k
@@ -58,32 +65,32 @@ def test_a_temperature_that_is_none_is_refused(temperature):
 @pytest.mark.parametrize("k", [5, 6, 100_000])
 def test_top_k_of_the_vocabulary_or_more_keeps_all(k, rng):
     x = rng.standard_normal(5)
-    np.testing.assert_array_equal(top_k_only(x, k), x)
+    np.testing.assert_array_equal(keep_top_k(x, k), x)
 
 
 def test_top_k_keeps_the_k_likeliest_of_each_row():
     x = np.array([[1.0, 4.0, 2.0, 3.0, 0.0], [9.0, 5.0, 6.0, 7.0, 8.0]])
     low = -np.inf
-    np.testing.assert_array_equal(top_k_only(x, 3), [[low, 4, 2, 3, low], [9, low, low, 7, 8]])
+    np.testing.assert_array_equal(keep_top_k(x, 3), [[low, 4, 2, 3, low], [9, low, low, 7, 8]])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=11), st.integers(1, 13))
 def test_top_k_keeps_exactly_k_of_equals_too_the_first_ones(values, k):
     x = np.array(values, float)
-    kept = np.flatnonzero(np.isfinite(top_k_only(x, k)))
+    kept = np.flatnonzero(np.isfinite(keep_top_k(x, k)))
     np.testing.assert_array_equal(kept, sorted(np.argsort(-x, kind="stable")[:k]))
 
 
 def test_top_k_of_one_is_always_the_likeliest(rng):
     x = rng.standard_normal((11, 7))
     x[3] = 0.0
-    np.testing.assert_array_equal(probabilities(x, 100.0, top_k=1), probabilities(x, 0))
+    np.testing.assert_array_equal(compute_probabilities(x, 100.0, top_k=1), compute_probabilities(x, 0))
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, 2.0, True, "3"])
 def test_a_top_k_that_is_no_count_is_refused(k):
-    with pytest.raises(ValueError, match="top_k must be an integer of 1 or more"):
-        probabilities(np.zeros(5), top_k=k)
+    with pytest.raises(ValueError, match="top_k must be an integer of at least 1"):
+        compute_probabilities(np.zeros(5), top_k=k)
 
 
 # --------------------------------------------------------------------------------------------------------------- top-p
@@ -105,18 +112,18 @@ def test_a_top_k_that_is_no_count_is_refused(k):
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_top_p_keeps_the_token_that_crosses(p, given_p, expected, dtype):
-    np.testing.assert_allclose(probabilities(np.log(given_p).astype(dtype), top_p=p), expected, atol=1e-7)
+    np.testing.assert_allclose(compute_probabilities(np.log(given_p).astype(dtype), top_p=p), expected, atol=1e-7)
 
 
 def test_top_p_of_one_keeps_all_of_many(rng):
     x = rng.standard_normal((3, 1009)) * 10  # probabilities down to 1e-30: their sum rounds to 1 long before the end
-    np.testing.assert_array_equal(top_p_only(x, 1.0), x)
+    np.testing.assert_array_equal(keep_top_p(x, 1.0), x)
 
 
 @given(logits, st.floats(0.01, 0.99))
 def test_top_p_is_the_smallest_set_that_holds_p(x, p):
     full = softmax(x)
-    kept = np.isfinite(top_p_only(x, p))
+    kept = np.isfinite(keep_top_p(x, p))
     assert full[kept].sum() >= p - 2e-6
     assert full[kept].sum() - full[kept].min() < p
     assert kept.all() or full[kept].min() >= full[~kept].max()
@@ -124,28 +131,28 @@ def test_top_p_is_the_smallest_set_that_holds_p(x, p):
 
 def test_top_p_looks_at_each_row_alone(rng):
     x = rng.standard_normal((7, 11)) * 3
-    np.testing.assert_array_equal(top_p_only(x, 0.6), np.stack([top_p_only(row, 0.6) for row in x]))
+    np.testing.assert_array_equal(keep_top_p(x, 0.6), np.stack([keep_top_p(row, 0.6) for row in x]))
 
 
 def test_top_p_counts_what_temperature_and_top_k_have_left():
     x = np.log([0.4, 0.3, 0.2, 0.1])
     # of 0.4 and 0.3 alone the first is 4/7 > 0.5; of all four it would be 0.4 < 0.5
-    np.testing.assert_array_equal(probabilities(x, top_k=2, top_p=0.5), [1, 0, 0, 0])
-    assert np.count_nonzero(probabilities(x, top_p=0.5)) == 2
-    assert np.count_nonzero(probabilities(x, temperature=0.2, top_p=0.5)) == 1
+    np.testing.assert_array_equal(compute_probabilities(x, top_k=2, top_p=0.5), [1, 0, 0, 0])
+    assert np.count_nonzero(compute_probabilities(x, top_p=0.5)) == 2
+    assert np.count_nonzero(compute_probabilities(x, temperature=0.2, top_p=0.5)) == 1
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, "0.9", True, [0.9]])
 def test_a_top_p_that_is_no_share_is_refused(p):
-    with pytest.raises(ValueError, match="top_p must be a number from 0 to 1"):
-        probabilities(np.zeros(5), top_p=p)
+    with pytest.raises(ValueError, match="top_p must be a probability, from 0 to 1"):
+        compute_probabilities(np.zeros(5), top_p=p)
 
 
 # ---------------------------------------------------------------------------------------------------------------- draw
 
 
 def test_draws_come_as_often_as_their_probabilities_say():
-    p = probabilities(np.log([0.05, 0.5, 0.15, 0.3]), top_p=0.94)
+    p = compute_probabilities(np.log([0.05, 0.5, 0.15, 0.3]), top_p=0.94)
     rng = np.random.default_rng(0)
     n = 20_000
     counts = np.bincount([draw(p, rng) for _ in range(n)], minlength=4)
@@ -174,22 +181,37 @@ def test_the_lowest_and_highest_random_number_draw_what_has_a_probability(scale)
 
 def test_logits_of_minus_infinity_are_never_drawn(rng):
     x = np.array([-np.inf, 0.0, -np.inf, 1.0])
-    assert {draw(probabilities(x, 50.0), rng) for _ in range(100)} == {1, 3}
+    assert {draw(compute_probabilities(x, 50.0), rng) for _ in range(100)} == {1, 3}
     for options in ({"top_k": 3}, {"top_p": 0.99999}):
-        np.testing.assert_array_equal(probabilities(x, **options)[[0, 2]], 0)
+        np.testing.assert_array_equal(compute_probabilities(x, **options)[[0, 2]], 0)
 
 
 def test_float32_logits_are_sampled_in_float64(rng):
     x = rng.standard_normal(11).astype(np.float32)
-    p = probabilities(x, 0.9, top_k=7, top_p=0.8)
+    p = compute_probabilities(x, 0.9, top_k=7, top_p=0.8)
     assert p.dtype == np.float64
-    np.testing.assert_array_equal(p, probabilities(x.astype(np.float64), 0.9, top_k=7, top_p=0.8))
+    np.testing.assert_array_equal(p, compute_probabilities(x.astype(np.float64), 0.9, top_k=7, top_p=0.8))
 
 
 @pytest.mark.parametrize("name", ["ex0", "ex1"])
 def test_the_table_of_a_real_gpt2_comes_out(reference, name):
     recorded = json.loads((reference / "gpt2-124m-outputs" / f"{name}.json").read_text())
-    p = probabilities(np.array(recorded["logits"]), temperature=0.8, top_k=5)
+    p = compute_probabilities(np.array(recorded["logits"]), temperature=0.8, top_k=5)
     assert np.count_nonzero(p) == 5
     for row in recorded["probabilities"]:
         assert p[row["tokenId"]] == pytest.approx(row["probability"], abs=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def test_log_probabilities_are_float64_and_allow_impossible_tokens():
+    log = compute_log_probabilities(np.array([[0.0, -np.inf, 0.0]], np.float32))
+    assert log.dtype == np.float64
+    np.testing.assert_allclose(log, [[-math.log(2), -np.inf, -math.log(2)]], rtol=1e-15)
+
+
+@pytest.mark.parametrize("row", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3, [math.nan] * 3], ids=str)
+def test_logits_from_which_no_token_can_be_chosen_are_refused(row):
+    with pytest.raises(ValueError, match="logits are nan or infinite, so no token can be chosen"):
+        compute_log_probabilities(np.array([[0.0, 1.0, 2.0], row]))

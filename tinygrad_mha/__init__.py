@@ -2,7 +2,7 @@
 
 from tinygrad_mha import check, data, nn, ops, optim, training, viz
 from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
-from tinygrad_mha.decoding.generation import generate, stream
+from tinygrad_mha.decoding import generate, stream
 from tinygrad_mha.modes import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.transforms import grad, hessian, hvp, jacobian, jvp, vjp

@@ -21,7 +21,7 @@ import numpy as np
 import tinygrad_mha as tg
 from tinygrad_mha.check import GradcheckReport, gradcheck
 from tinygrad_mha.data import Tokenizer, load_tokenizer
-from tinygrad_mha.decoding.generation import ContextFullWarning, multiply_adds, stream
+from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, run_demo, words
 from tinygrad_mha.files.run_folder import latest
 from tinygrad_mha.files.safetensors import CheckpointError
@@ -192,7 +192,12 @@ def run_generate(args: argparse.Namespace) -> int:
         count += 1
     print()
     if args.stats:
-        print(stats(model, len(prompt), count, time.perf_counter() - began, not args.no_cache), file=sys.stderr)
+        seconds = time.perf_counter() - began
+        counted = CountedModel(model)
+        generate(counted, prompt, count, temperature=0, use_cache=not args.no_cache, on_full="slide")
+        way = "without" if args.no_cache else "with"
+        speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s {way} the cache"
+        print(f"{speed}; multiply-adds: {counted.multiply_adds:,}", file=sys.stderr)
     return 0
 
 
@@ -215,15 +220,6 @@ def open_model(folder: Path) -> tuple[GPT, Tokenizer | None]:
             tokenizer = None
         return GPT.from_pretrained(folder), tokenizer
     return load_trained(folder)
-
-
-def stats(model: GPT, prompt: int, new: int, seconds: float, cached: bool) -> str:
-    way = "with" if cached else "without"
-    speed = f"{new} tokens in {seconds:.2f} s, {new / max(seconds, 1e-9):.1f} tokens/s {way} the cache"
-    cost, naive = (multiply_adds(model.config, prompt, new, cached=c) for c in (True, False))
-    return (
-        f"{speed}; multiply-adds: {cost:,} with the cache, {naive:,} without, {naive / max(cost, 1):.1f} times as many"
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

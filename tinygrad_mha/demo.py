@@ -16,7 +16,7 @@ import numpy as np
 
 from tinygrad_mha import viz
 from tinygrad_mha.check import gradcheck
-from tinygrad_mha.decoding.generation import ContextFullWarning, generate, multiply_adds
+from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate
 from tinygrad_mha.engine import toposort
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, Block, GPTConfig, KVCache, MultiHeadAttention
@@ -186,12 +186,12 @@ def gpt_trained(folder: Path, steps: int, say: Callable[[str], None]) -> Written
 def sample(run: Run, say: Callable[[str], None]) -> str:
     title(5, "A sample, generated with the cache", say)
     prompt, new = run.tokenizer.encode("The "), 28
-    with_cache, without = (
-        generate(run.model, prompt, new, temperature=0, use_cache=use_cache)[0] for use_cache in (True, False)
-    )
-    say(f"greedy, with and without the cache, the same tokens: {bool((with_cache == without).all())}")
-    saved = [multiply_adds(run.model.config, len(prompt), new, cached=cached) for cached in (True, False)]
-    say(f"multiply-adds {saved[0]:,} with the cache, {saved[1]:,} without: {saved[1] / saved[0]:.1f} times as many\n")
+    cached, uncached = CountedModel(run.model), CountedModel(run.model)
+    with_cache = generate(cached, prompt, new, temperature=0)
+    without_cache = generate(uncached, prompt, new, temperature=0, use_cache=False)
+    say(f"greedy, with and without the cache, the same tokens: {np.array_equal(with_cache, without_cache)}")
+    costs = cached.multiply_adds, uncached.multiply_adds
+    say(f"multiply-adds {costs[0]:,} with the cache, {costs[1]:,} without: {costs[1] / costs[0]:.1f} times as many\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContextFullWarning)  # said below
         ids = generate(run.model, prompt, 300, temperature=0.8, top_k=20, seed=0, on_full="slide")

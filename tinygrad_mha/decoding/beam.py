@@ -1,8 +1,8 @@
-"""Beam search: the most probable continuation that a limited number of guesses can find.
+"""Beam search: looks for the most probable continuation while following a limited number of beginnings.
 
-Greedy decoding takes the best next token and never looks back. A beam keeps the best few beginnings instead; what
-looked second best may turn out first. With a beam of one it is greedy decoding, and with a beam as wide as there are
-sequences it is exhaustive search.
+Greedy decoding takes the most probable next token at every step and never revises it. A beam search keeps the best few
+beginnings, because the second best beginning may have the best continuation. A beam of 1 is greedy decoding; a beam as
+wide as the number of sequences is exhaustive search.
 """
 
 from __future__ import annotations
@@ -12,43 +12,50 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinygrad_mha.arguments import check_count, is_number
+
+__all__ = ["Beams", "Hypothesis", "Node", "beam_search", "check_length_penalty"]
+
 Step = Callable[[np.ndarray, np.ndarray], Any]
+End = int | Callable[[np.ndarray], bool] | None
 
 KEPT, ENDED, DROPPED = "kept", "ended", "dropped"
 
 
 class Node(NamedTuple):
-    """A token that was considered, and the node it would follow (-1: the beginning)."""
+    """A token that was considered as the continuation of another node (-1: of the start)."""
 
     token: int
-    log_probability: float  # of everything from the beginning to here
+    log_probability: float  # of all tokens from the start to this one
     parent: int
-    fate: str  # "kept" (went on), "ended" (with the end token, or at the last step) or "dropped" (others were better)
+    fate: str  # "kept" (continued), "ended" (the sequence ended here) or "dropped" (not among the best)
 
 
 class Hypothesis(NamedTuple):
-    """A whole continuation."""
+    """A complete continuation."""
 
-    tokens: np.ndarray  # (n,), the end token last where it was reached
-    log_probability: float
-    score: float  # the log-probability, divided by the length penalty
-    node: int  # its last node
+    tokens: np.ndarray  # (n,), including the token that ended it
+    log_probabilities: np.ndarray  # (n,), of each token given those before it
+    log_probability: float  # the total
+    score: float  # the total, divided by the length penalty
+    node: int  # index of its last node
 
 
 class Beams(NamedTuple):
-    """What a search found, the best hypothesis first, and every node that it considered."""
+    """The result of a search: all hypotheses, best first, and every node that was considered."""
 
     hypotheses: list[Hypothesis]
     nodes: list[Node]
 
     @property
     def best(self) -> Hypothesis:
+        """The hypothesis with the highest score."""
         return self.hypotheses[0]
 
     def tree(self, name: Callable[[int], str] = str) -> str:
-        """The beams as text: one line for each token, with the probability of all up to it.
+        """The search as text: one line per node, with the probability of all tokens up to it.
 
-        ■ marks an end and * the winner; × marks what was dropped because others were better.
+        ■ marks an end, * the best hypothesis, × a node that was dropped because others were better.
         """
         children: dict[int, list[int]] = {}
         for i, node in enumerate(self.nodes):
@@ -60,43 +67,40 @@ class Beams(NamedTuple):
             i, indent = stack.pop()
             node = self.nodes[i]
             last = i == children[node.parent][-1]
-            winner = " *" if i == self.best.node else ""
+            mark = marks[node.fate] + (" *" if i == self.best.node else "")
             probability = np.exp(node.log_probability)
-            lines.append(
-                f"{indent}{'└' if last else '├'} {name(node.token)} {probability:.2g}{marks[node.fate]}{winner}"
-            )
+            lines.append(f"{indent}{'└' if last else '├'} {name(node.token)} {probability:.2g}{mark}")
             stack += [(child, indent + ("  " if last else "│ ")) for child in reversed(children.get(i, []))]
         return "\n".join(lines)
 
 
 def beam_search(
-    step: Step,
-    start: Iterable[int],
-    end: int | None,
-    beam: int,
-    max_new_tokens: int,
-    length_penalty: float = 0.0,
+    step: Step, start: Iterable[int], end: End, beam: int, max_new_tokens: int, length_penalty: float = 0.0
 ) -> Beams:
     """Search for the continuation of `start` with the highest score.
 
-    At every step each of the live beginnings is tried with every token, and the best of all these take the places that
-    are left: `beam`, less one for each hypothesis that has ended.
+    score = total log-probability / ((5 + n) / 6) ** length_penalty (arXiv:1609.08144, equation 14) with n new tokens,
+    the one that ended the sequence included. Each token lowers the log-probability, so a penalty of 0 prefers short
+    sequences; with 0.6 to 1 longer ones can win. The penalty ranks complete sequences only: beginnings of one step
+    have the same length.
+
+    At every step each beginning is extended by every token, and the most probable of these continue: as many as `beam`
+    minus the number of sequences that have ended. Ties keep the better ranked beginning, then the lower token id. Of
+    complete sequences with the same score the shorter is better, then the one with lower ids.
 
     Args:
-        step: `step(prefixes, parents)` gives log-probabilities (n, V) of what follows each of `prefixes` (n, t), ids
-            with `start` in front. Row i grew out of row `parents[i]` of the call before (all 0 in the first): with
-            these a cache is rearranged.
+        step: `step(prefixes, parents)` returns log-probabilities (n, V) of the next token of each of `prefixes`
+            (n, t), which include `start`. Row i extends row `parents[i]` of the previous call (0 in the first call), so
+            that a cache can be rearranged.
         start: the ids to continue, at least one.
-        end: the token that ends a sequence; None if there is none.
-        beam: how many beginnings are kept.
-        max_new_tokens: where a sequence ends that has not met `end`.
-        length_penalty: a in score = log-probability / ((5 + n) / 6)^a, with n tokens after `start`, the end token among
-            them (arXiv:1609.08144, equation 14). Every token lowers the log-probability, so 0 prefers short sequences;
-            with 0.6 to 1 longer ones can win. It ranks what has ended: living beams have equal lengths.
+        end: the token that ends a sequence, or a function that takes the new tokens (n,) of a sequence and returns
+            whether it ends with the last of them; None if there is none.
+        beam: the number of sequences that are followed.
+        max_new_tokens: the number of tokens after which a sequence ends in any case.
+        length_penalty: 0 or more, see above.
 
     Raises:
-        ValueError: a beam or number of tokens below 1, a negative penalty, no start, a step of the wrong shape or with
-            nan, or one that leaves no token possible.
+        ValueError: an argument out of its range, or a `step` that returns a wrong shape, nan, or no possible token.
 
     Example:
         >>> table = np.log([[0.5, 0.4, 0.1], [0.1, 0.1, 0.8], [0.4, 0.3, 0.3]])
@@ -105,72 +109,71 @@ def beam_search(
         array([1, 2])
     """
     prefix = np.array(list(start))
-    if beam < 1 or max_new_tokens < 1 or not length_penalty >= 0:
-        raise ValueError(
-            f"expected beam and max_new_tokens of 1 or more and a length_penalty of 0 or more, got {beam}, "
-            f"{max_new_tokens} and {length_penalty}"
-        )
+    beam, max_new_tokens = check_count(beam, "beam"), check_count(max_new_tokens, "max_new_tokens")
+    check_length_penalty(length_penalty)
     if prefix.ndim != 1 or prefix.size == 0 or prefix.dtype.kind not in "iu":
         raise ValueError(f"start must be a row of at least one id, got {prefix!r}")
-    prefixes, sums, at = prefix[None], np.zeros(1), [-1]
+    ends = end if callable(end) else lambda tokens: tokens[-1] == end
+    prefixes, logs = prefix[None], np.zeros((1, 0))  # the ids of each beginning, and the log-probabilities of new ones
+    at = [-1]  # the node of each beginning
     parents = np.zeros(1, np.int64)
     nodes: list[Node] = []
     ended: list[Hypothesis] = []
     for n in range(1, max_new_tokens + 1):
-        totals = sums[:, None] + checked(step(prefixes, parents), len(prefixes))
-        places = beam - len(ended)
-        chosen = best(totals.ravel(), places)
-        rows, tokens = np.divmod(chosen, totals.shape[1])
-        last = n == max_new_tokens
-        number = considered(nodes, totals, at, set(chosen.tolist()), beam, end, last)
-        grown = np.concatenate([prefixes[rows], tokens[:, None]], axis=1)
-        over = np.full(len(chosen), last) if end is None else (tokens == end) | last
-        for i in np.flatnonzero(over):
-            total = float(totals.flat[chosen[i]])
-            tail = grown[i, len(prefix) :]
-            ended.append(Hypothesis(tail, total, total / penalty(n, length_penalty), number[int(chosen[i])]))
-        alive = ~over
-        if not alive.any():
+        table = check_step(step(prefixes, parents), len(prefixes))
+        totals = logs.sum(axis=1, keepdims=True) + table
+        chosen = find_best(totals.ravel(), beam - len(ended))
+        parents, tokens = np.divmod(chosen, totals.shape[1])
+        prefixes = np.concatenate([prefixes[parents], tokens[:, None]], axis=1)
+        logs = np.concatenate([logs[parents], table.ravel()[chosen, None]], axis=1)
+        done = np.array([n == max_new_tokens or bool(ends(row[len(prefix) :])) for row in prefixes])
+        fates = {int(flat): ENDED if over else KEPT for flat, over in zip(chosen, done, strict=True)}
+        index = add_nodes(nodes, totals, at, fates, beam)
+        for i in np.flatnonzero(done):
+            node = index[int(chosen[i])]
+            total = nodes[node].log_probability
+            score = total / ((5 + n) / 6) ** length_penalty
+            ended.append(Hypothesis(prefixes[i, len(prefix) :], logs[i], total, score, node))
+        if done.all():
             break
-        prefixes, parents, sums = grown[alive], rows[alive], totals.ravel()[chosen[alive]]
-        at = [number[int(flat)] for flat in chosen[alive]]
-    return Beams(sorted(ended, key=lambda hypothesis: -hypothesis.score), nodes)
+        at = [index[int(flat)] for flat in chosen[~done]]
+        prefixes, logs, parents = prefixes[~done], logs[~done], parents[~done]
+    return Beams(sorted(ended, key=lambda found: (-found.score, len(found.tokens), found.tokens.tolist())), nodes)
 
 
-def penalty(n: int, power: float) -> float:
-    """What the log-probability of `n` tokens is divided by."""
-    return ((5 + n) / 6) ** power
+def check_length_penalty(value: Any) -> None:
+    """Raise ValueError unless `value` is a number of at least 0."""
+    if not is_number(value) or not value >= 0:
+        raise ValueError(f"length_penalty must be a number of at least 0, got {value!r}")
 
 
-def best(totals: np.ndarray, n: int) -> np.ndarray:
-    """The indices of the `n` largest numbers (never of -inf), the largest first, and at a tie the first."""
+def find_best(totals: np.ndarray, n: int) -> np.ndarray:
+    """The indices of the `n` largest numbers, the largest first, without those of -inf. Ties: lowest index first."""
     order = np.argsort(-totals, kind="stable")[:n]
     return order[totals[order] > -np.inf]
 
 
-def considered(
-    nodes: list[Node], totals: np.ndarray, at: list[int], chosen: set[int], beam: int, end: int | None, last: bool
-) -> dict[int, int]:
-    """Enter what was looked at into the tree: of each beginning its best few, and all that were chosen.
+def add_nodes(nodes: list[Node], totals: np.ndarray, at: list[int], fates: dict[int, str], beam: int) -> dict[int, int]:
+    """Append the `beam` best continuations of every beginning to `nodes`, which include all those in `fates`.
 
-    Returns the node of each choice, a place in `totals` row by row.
+    `fates` maps flat indices into `totals` to what became of these continuations; the result maps them to their nodes.
     """
-    number = {}
+    index = {}
     for row, line in enumerate(totals):
-        for token in best(line, beam).tolist():
+        for token in find_best(line, beam).tolist():
             flat = row * totals.shape[1] + token
-            fate = DROPPED if flat not in chosen else ENDED if last or token == end else KEPT
-            number[flat] = len(nodes)
-            nodes.append(Node(token, float(line[token]), at[row], fate))
-    return number
+            index[flat] = len(nodes)
+            nodes.append(Node(token, float(line[token]), at[row], fates.get(flat, DROPPED)))
+    return index
 
 
-def checked(log_probabilities: Any, n: int) -> np.ndarray:
+def check_step(log_probabilities: Any, n: int) -> np.ndarray:
+    """Return what a step returned as an array (n, V), or raise ValueError."""
     array = np.asarray(log_probabilities, dtype=np.float64)
     if array.ndim != 2 or len(array) != n:
         raise ValueError(f"step must return log-probabilities (n, V) for the n = {n} prefixes, got shape {array.shape}")
     if np.isnan(array).any():
-        raise ValueError("step returned nan instead of log-probabilities")
+        raise ValueError("step returned nan, expected log-probabilities")
     if not (array > -np.inf).any():
-        raise ValueError("step left no token possible: every log-probability is -inf")
+        raise ValueError("step returned only -inf: no token is possible")
     return array

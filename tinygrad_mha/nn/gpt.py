@@ -353,6 +353,10 @@ class GPT(Module):
             raise ValueError(f"{length} tokens{held} are more than the context holds: block_size is {limit}")
         return idx, start
 
+    def new_cache(self) -> KVCache:
+        """An empty cache for `forward`."""
+        return KVCache(self.config.n_layer)
+
     def loss(self, idx: Any, targets: Any, **options: Any) -> Tensor:
         """The mean cross entropy of `targets`, of the shape of `idx`, in nats.
 

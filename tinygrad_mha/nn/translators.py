@@ -12,7 +12,7 @@ import numpy as np
 
 from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import as_ids, check_count, check_ids
-from tinygrad_mha.decoding.beam import Beams, beam_search
+from tinygrad_mha.decoding import Beams, beam_search
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 

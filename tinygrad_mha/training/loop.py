@@ -30,7 +30,7 @@ import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tinygrad_mha.data import Batches, CharTokenizer, Tokenizer, builtin_corpus, load_tokenizer, read_text, split_text
-from tinygrad_mha.decoding.generation import ContextFullWarning, generate
+from tinygrad_mha.decoding import ContextFullWarning, generate
 from tinygrad_mha.files.run_folder import Table, latest, read_json, tidy, write_checkpoint, write_json
 from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
 from tinygrad_mha.modes import no_grad

@@ -1,0 +1,46 @@
+"""What decoding needs of a model, as protocols: GPT has it, and so may any model of a user's own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
+
+__all__ = ["Cache", "LanguageModel", "make_cache"]
+
+
+class Cache(Protocol):
+    """The keys and values of the tokens read so far; a call of the model appends to it."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens it holds."""
+
+    def select(self, rows: Any) -> Self:
+        """A cache of the rows of the batch with these indices, which may repeat."""
+
+
+class LanguageModel(Protocol):
+    """A module that returns logits of the next token.
+
+    Attributes:
+        config: has `vocab_size` and `block_size`, the largest number of tokens that a call may read.
+
+    A method `new_cache()` that returns an empty `Cache` is optional. Without it every call reads all tokens.
+    """
+
+    config: Any
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """`model(idx, last_only=True)`: ids (B, T) -> a Tensor of logits (B, 1, V), of what follows the last token.
+
+        With a cache, `cache=` is passed too and `idx` contains the new tokens only. For prompts of different lengths
+        `positions=`, integers (B, T), and `key_allow=`, boolean (B, T_k), are passed: False marks padding.
+        """
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Eval mode inside the context, see `tg.nn.Module.evaluating`."""
+
+
+def make_cache(model: LanguageModel) -> Cache | None:
+    """A new cache for `model`, or None if the model does not use one."""
+    return model.new_cache() if hasattr(model, "new_cache") else None

@@ -1,0 +1,77 @@
+"""When a generated text ends: after a token id, after a string, or after a number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinygrad_mha.arguments import is_integer
+from tinygrad_mha.data import StreamDecoder, Tokenizer
+
+__all__ = ["Stops", "Writer", "parse_stops"]
+
+
+class Stops(NamedTuple):
+    """What a text stops after."""
+
+    ids: frozenset[int]
+    strings: tuple[str, ...]
+
+
+def parse_stops(stop: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Stops:
+    """Sort `stop` (None, a token id, a string, or a list of these) into ids and strings.
+
+    Raises:
+        ValueError: an empty string, a string that the tokenizer cannot write, a string without a tokenizer, an id
+            outside the vocabulary.
+        TypeError: anything else.
+    """
+    stops = [] if stop is None else [stop] if isinstance(stop, str) or np.ndim(stop) == 0 else list(stop)
+    ids, strings = set(), []
+    for one in stops:
+        if isinstance(one, str):
+            if not one:
+                raise ValueError("stop contains an empty string, which every text contains")
+            if tokenizer is None:
+                raise ValueError(f"stop={one!r} is a string: pass tokenizer=..., or give a token id")
+            tokenizer.encode(one)  # raises if the tokenizer has no tokens for it
+            strings.append(one)
+        elif is_integer(one):
+            if not 0 <= one < vocab_size:
+                raise ValueError(f"stop contains the id {one}, which is not in the vocabulary, 0 to {vocab_size - 1}")
+            ids.add(int(one))
+        else:
+            raise TypeError(f"stop must be a token id, a string, or a list of these, got {one!r}")
+    return Stops(frozenset(ids), tuple(strings))
+
+
+class Writer:
+    """The new text of one row, token by token, and whether it is done.
+
+    Args:
+        prompt: the ids before the new text. They stop nothing, but their last character may be incomplete.
+        limit: the number of tokens after which the text is done.
+        stops: what else ends it.
+        tokenizer: decodes tokens; None writes ids only.
+    """
+
+    def __init__(self, prompt: np.ndarray, limit: int, stops: Stops, tokenizer: Tokenizer | None) -> None:
+        self.remaining = limit
+        self.stops = stops
+        self.done = False
+        self._tail = ""  # the end of the new text, as long as the longest string to stop at
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        if self._decoder is not None:
+            for token in prompt:
+                self._decoder.push(int(token))
+
+    def write(self, token: int) -> str:
+        """Append a token; returns the text that it completes, "" without a tokenizer."""
+        self.remaining -= 1
+        piece = "" if self._decoder is None else self._decoder.push(token)
+        text = self._tail + piece
+        strings = self.stops.strings
+        self.done = self.remaining == 0 or token in self.stops.ids or any(string in text for string in strings)
+        self._tail = text[-max(map(len, strings), default=1) :]
+        return piece + self._decoder.flush() if self.done and self._decoder is not None else piece
