@@ -6,6 +6,7 @@ They equal torch, every way of computing a result gives the same numbers, and ba
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 
@@ -309,6 +310,31 @@ def test_a_wide_beam_finds_the_best_of_all_translations(model):
         total = np.take_along_axis(logits, read[1:, None], -1).sum()
         assert hypothesis.log_probability == pytest.approx(total, abs=1e-9)
     assert np.exp([hypothesis.log_probability for hypothesis in found.hypotheses]).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_beam_finds_the_best_of_all_translations_under_the_rule_of_generate(seed, length_penalty):
+    model = nn.Transformer(5, 4, d_model=6, n_head=2, n_layer=1, d_ff=7, max_len=5, seed=seed).astype(np.float64)
+    scores = {}
+    for n in range(1, 5):
+        for tokens in itertools.product(range(4), repeat=n):
+            if END not in tokens[:-1] and (tokens[-1] == END or n == 4):
+                with tg.no_grad():
+                    logs = tg.ops.log_softmax(model([3, 4], [START, *tokens[:-1]]).numpy())
+                total = logs[np.arange(n), list(tokens)].sum()
+                scores[tokens] = total / ((5 + n) / 6) ** length_penalty
+    found = model.search([3, 4], beam=4**4, max_new_tokens=4, length_penalty=length_penalty)
+    assert tuple(found.best.tokens.tolist()) == max(scores, key=scores.get)
+    assert found.best.score == pytest.approx(max(scores.values()), abs=1e-12)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_logits_that_are_nan_are_refused_as_by_generate(model, beam):
+    for parameter in model.parameters():
+        parameter.assign_(np.full(parameter.shape, np.nan))
+    with pytest.raises(ValueError, match="logits are nan or infinite, so no token can be chosen"):
+        model.generate(SRC, beam=beam)
 
 
 def test_cross_attention_keys_are_computed_once_for_a_whole_translation(monkeypatch):

@@ -4,6 +4,8 @@ from tinygrad_mha.decoding.beam import Beams, Hypothesis, beam_search
 from tinygrad_mha.decoding.cost import CountedModel, count_multiply_adds
 from tinygrad_mha.decoding.generation import ContextFullWarning, generate, stream
 from tinygrad_mha.decoding.language_model import LanguageModel
+from tinygrad_mha.decoding.sampling import check_logits, compute_log_probabilities, compute_probabilities
 
 __all__ = ["Beams", "ContextFullWarning", "CountedModel", "Hypothesis", "LanguageModel", "beam_search"]
-__all__ += ["count_multiply_adds", "generate", "stream"]
+__all__ += ["check_logits", "compute_log_probabilities", "compute_probabilities", "count_multiply_adds", "generate"]
+__all__ += ["stream"]

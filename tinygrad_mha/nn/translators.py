@@ -12,7 +12,7 @@ import numpy as np
 
 from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import as_ids, check_count, check_ids
-from tinygrad_mha.decoding import Beams, beam_search
+from tinygrad_mha.decoding import Beams, beam_search, check_logits, compute_log_probabilities
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 
@@ -145,7 +145,7 @@ class Translator(Module):
             def step(prefixes: np.ndarray, parents: np.ndarray) -> np.ndarray:
                 nonlocal state
                 state = state.select(parents)
-                return ops.log_softmax(self.advance(state, prefixes[:, -1]).numpy().astype(np.float64))
+                return compute_log_probabilities(self.advance(state, prefixes[:, -1]).numpy())
 
             return beam_search(step, [self.start], self.end, beam, self.limit_tokens(max_new_tokens), length_penalty)
 
@@ -158,7 +158,8 @@ class Translator(Module):
             columns: list[np.ndarray] = []
             running = np.ones(len(src), bool)
             while running.any() and len(columns) < limit:
-                tokens = np.where(running, self.advance(state, tokens).numpy().argmax(axis=-1), self.end)
+                best = check_logits(self.advance(state, tokens).numpy()).argmax(axis=-1)
+                tokens = np.where(running, best, self.end)
                 running &= tokens != self.end
                 columns.append(tokens)
         return [self.cut_at_end(row) for row in np.stack(columns, axis=1)]
