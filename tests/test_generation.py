@@ -10,7 +10,7 @@ from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer, CharTokenizer
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, count_multiply_adds, generate, stream
 
 VOCABULARY, BLOCK = 29, 13
-POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "none"]
+POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
 
 
 def make_model(position="learned", dropout=0.0, seed=5, **options):
@@ -735,7 +735,16 @@ def test_multiply_adds_by_hand():
 @pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize(("prompt", "new"), [(1, 1), (5, 7), (BLOCK, 1), (7, 11), (17, 3)])
-@pytest.mark.parametrize("options", [{}, {"n_kv_head": 1, "position": "rotary", "n_inner": 7}], ids=["gpt2", "shared"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_kv_head": 1, "position": "rotary", "n_inner": 7},
+        {"norm": "rms", "activation": "swiglu", "position": "rotary", "bias": False, "n_inner": 7},
+        {"norm_first": False, "position": "relative"},
+    ],
+    ids=["gpt2", "grouped", "llama", "gpt1"],
+)
 def test_counted_multiply_adds_are_those_that_numpy_does(monkeypatch, options, prompt, new, use_cache):
     model = make_model(**options)
     counted = cost(model, prompt, new, use_cache)
