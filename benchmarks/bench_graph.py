@@ -31,7 +31,8 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn
-from tinygrad_mha.viz import GraphTooLargeError, render
+from tinygrad_mha.viz import GraphTooLargeError
+from tinygrad_mha.viz.diagram import graphviz_engines as engines
 
 VOCABULARY, TOKENS, LAYERS, HEADS, WIDTH = 65, 64, 2, 4, 64
 Step = Callable[[], Any]
@@ -148,15 +149,15 @@ def attention_steps() -> dict[str, Step]:
     graph = tg.graph(y)
     steps: dict[str, Step] = {"two-head attention, DOT": lambda: (tg.graph(y).dot, mha)[0]}
     nodes = [node.id for node in graph.picture.nodes]
-    for engine, find in render.ENGINES.items():
+    for engine, find in engines.ENGINES.items():
         try:
             found = find()
-        except render.EngineFailedError:
+        except engines.EngineFailedError:
             continue
         if found is not None:
             for format in ("svg", "png"):
                 steps[f"two-head attention, {format.upper()} by {engine}"] = lambda format=format, engine=engine: (
-                    render.render(graph.dot, format, nodes, engine)
+                    engines.render(graph.dot, format, nodes, engine)
                 )
     return steps
 

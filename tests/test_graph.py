@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 import weakref
+from dataclasses import astuple
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -208,6 +210,182 @@ def test_unnamed_tensors_are_called_by_what_made_them_and_numbered():
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Facts decide, not names and numbers
+
+
+def copy_primitive(op, name):
+    """The same primitive under another name: the same function, facts, rules and composition."""
+    function = types.FunctionType(op.forward.__code__, op.forward.__globals__, name, None, op.forward.__closure__)
+    function.__defaults__, function.__kwdefaults__ = op.forward.__defaults__, op.forward.__kwdefaults__
+    function.__module__ = __name__
+    facts = {key: getattr(op, key) for key in ("arrange", "kind", "roles", "label", "formula", "sentence")}
+    copy = ops.primitive(**facts)(function)
+    for key in ("rules", "underivable", "each_rule", "joint_rule", "composition"):
+        setattr(copy, key, getattr(op, key))
+    return copy
+
+
+def other_name(name):
+    return name[:-1].upper() + "X"
+
+
+def describe_picture(graph, names=()):
+    """All of a picture as text, with the names of copied primitives put back."""
+    parts = [*graph.picture.nodes, *graph.picture.edges, *graph.picture.clusters]
+    text = "\n".join(repr(astuple(part)) for part in parts)
+    for name in names:
+        text = text.replace(other_name(name), name)
+    return text
+
+
+@pytest.mark.parametrize("op", ops.REGISTRY.values(), ids=lambda op: op.name)
+def test_a_copy_of_a_primitive_under_another_name_is_drawn_the_same(op, own_primitives, rng):
+    copy = copy_primitive(op, other_name(op.name))  # as long as the name, so that lines break at the same words
+    names = ("mul", "add", "sigmoid", "sqrt", "stack", "sum")
+    mul, add, sigmoid, sqrt, stack, total = (copy_primitive(getattr(ops, name), f"around_{name}") for name in names)
+    for inputs, keywords in op.samples(rng)[:3]:
+        tensors = [
+            tg.Tensor(x, requires_grad=True)
+            if isinstance(x, np.ndarray) and x.dtype.kind == "f" and (op.joint_rule or op.rule(i))
+            else x
+            for i, x in enumerate(inputs)
+        ]
+        losses = []
+        for primitive in (op, copy):
+            y = primitive(*tensors, **keywords)
+            users = [y, mul(y, 2), sigmoid(y), sqrt(add(mul(y, y), 1)), add(y, sigmoid(y))]
+            losses.append(total(mul(stack(*users), np.arange(1.0, 6).reshape(5, *[1] * y.ndim))))
+        for options in ({}, {"backward": True}, {"fold": False}, {"ops": "separate"}):
+            ours, theirs = (tg.graph(loss, **options) for loss in losses)
+            assert describe_picture(ours) == describe_picture(theirs, [op.name])
+
+
+def test_copies_in_a_network_are_drawn_as_the_network(own_primitives, monkeypatch):
+    def draw():
+        model = gpt(n_layer=3)
+        y = two_heads()
+        loss = model.loss(IDS, IDS) + (y * ops.gelu(y)).sum()
+        graphs = [tg.graph(loss), tg.graph(loss, depth=2), tg.graph(loss, backward=True)]
+        return [describe_picture(graph, names) for graph in graphs]
+
+    names = ("softmax", "gelu", "mul", "add", "layer_norm", "attention", "linear", "take", "mask", "cross_entropy")
+    before = draw()
+    for name in names:
+        copy = copy_primitive(getattr(ops, name), other_name(name))
+        for module in [module for key, module in sys.modules.items() if key.startswith("tinygrad_mha")]:
+            for key, value in list(vars(module).items()):
+                if value is own_primitives[name]:
+                    monkeypatch.setattr(module, key, copy)
+    assert draw() == before
+    nodes = engine.toposort([gpt().loss(IDS, IDS)])
+    assert "ATTENTIOX" in {tensor.node.op.name for tensor in nodes if tensor.node}
+
+
+def test_a_primitive_without_facts_is_drawn_as_a_call(own_primitives):
+    @ops.primitive
+    def blend(x, w, *, amount=0.5, sharp=True):
+        return x + amount * w
+
+    blend.vjps(lambda g, y, x, w, amount, sharp: g, lambda g, y, x, w, amount, sharp: g * amount)
+    x, w = (tg.Tensor(np.ones((2, 3)), requires_grad=True, name=name) for name in "xw")
+    graph = tg.graph(ops.tanh(blend(x, w, amount=0.25)) * 2)
+    assert titles(graph) == ["x", "w", "blend", "tanh", "output"]
+    assert boxes(graph)["blend"].lines == ["blend(x, w, amount=0.25)"]
+    assert boxes(tg.graph(blend(x, np.ones((2, 3)))))["output"].lines == ["output: blend(x,", "constant 2×3)"]
+
+
+def kinds(graph):
+    return {node.title: node.kind for node in graph.picture.nodes}
+
+
+def test_the_first_letter_of_a_name_decides_nothing():
+    for names in (("batch", "x_scale", "X", "words"), ("W", "input", "w", "b")):
+        batch, scale, weight, words = (tg.Tensor(np.ones((3, 3)), requires_grad=True, name=name) for name in names)
+        shown = kinds(tg.graph((batch @ weight * scale).named("y") + ops.softmax(words).named("s")))
+        assert [shown[name] for name in names] == ["input", "parameter", "parameter", "input"]
+
+
+def test_a_leaf_is_a_parameter_by_its_role():
+    def kind(make, requires_grad=True):
+        leaf = tg.Tensor(np.ones((3, 3)), requires_grad=requires_grad, name="leaf")
+        with tg.record():
+            return kinds(tg.graph(make(leaf)))["leaf"]
+
+    data = np.ones((3, 3))
+    other = tg.Tensor(np.ones((3, 3)), requires_grad=True, name="other")
+    inputs = [
+        lambda x: x @ data,
+        lambda x: x @ other + x,
+        lambda x: x @ x.T,
+        lambda x: ops.linear(x, other),
+        lambda x: ops.layer_norm(x, other[0], other[1]),
+        lambda x: ops.attention(x, other, x),
+        lambda x: ops.exp(x) * x,
+        lambda x: x * x,
+        lambda x: x * 2 + 1,
+        lambda x: x.sum(axis=0),
+    ]
+    parameters = [
+        lambda w: data @ w,
+        lambda w: data @ w.T,
+        lambda w: ops.linear(data, w),
+        lambda w: ops.linear(data, data, w[0]),
+        lambda w: ops.take(w, np.array([2, 0])),
+        lambda w: ops.layer_norm(other, w[0]),
+        lambda w: ops.exp(other) * w,
+        lambda w: other @ w + (w * w).sum(),
+    ]
+    assert [kind(make) for make in inputs] == ["input"] * len(inputs)
+    assert [kind(make) for make in parameters] == ["parameter"] * len(parameters)
+    assert [kind(make, requires_grad=False) for make in parameters] == ["input"] * len(parameters)
+
+
+def test_a_module_owns_its_leaves_whatever_their_use_and_wherever_they_are_frozen():
+    class Gate(nn.Module):
+        def __init__(self):
+            self.x = tg.Tensor(np.ones((3, 3)), requires_grad=True)
+            self.table = tg.Tensor(np.ones((3, 3)))
+
+        def forward(self, given):
+            return ops.exp(self.x @ self.table) * given
+
+    gate, given = Gate(), tg.Tensor(np.ones((3, 3)), requires_grad=True, name="W")
+    assert kinds(tg.graph(gate(given))) | {"exp": ""} == {
+        "x": "parameter",
+        "table": "parameter",
+        "W": "input",
+        "exp": "",
+        "output": "output",
+    }
+
+
+def test_a_product_with_a_constant_is_no_dropout():
+    x = tg.Tensor(np.ones((3, 5)), requires_grad=True, name="x")
+    assert boxes(tg.graph(x * np.full((3, 5), 3.0)))["output"].lines == ["output: x * constant 3×5"]
+    dropout = nn.Dropout(0.5, rng=0)
+    assert boxes(tg.graph((dropout(x) @ np.ones((5, 2))).named("y")))["y"].lines == ["output: dropout(x) @", "input"]
+
+
+def test_only_the_gradient_of_a_mask_is_where_allowed():
+    x = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x")
+    assert boxes(tg.graph(ops.where(x.data > 0, x, 0.0)))["output"].lines == ["output: where(condition", "2×3, x, 0)"]
+    for y, word in ((ops.mask(x, x.data > 0).exp(), "allowed"), (ops.relu(x).exp(), "condition")):
+        assert word in " ".join(boxes(tg.graph(y.sum(), backward=True))["∂L/∂x"].lines)
+
+
+def test_a_refilled_array_is_another_input():
+    array = np.ones((2, 2))
+    w = tg.Tensor(np.ones((2, 2)), requires_grad=True, name="w")
+    y1, y2 = array @ w, array @ w
+    array[:] = 5
+    y3 = array @ w
+    graph = tg.graph([y1, y2, y3])
+    inputs = [node.value.data[0, 0, 0] for node in graph.picture.nodes if node.kind == "input"]
+    assert inputs == [1, 5]
+    assert [title for title, _ in arrows(graph) if title != "w"] == ["input_1", "input_1", "input_2"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Values and gradients
 
 
@@ -259,14 +437,20 @@ def test_a_graph_is_a_snapshot():
     assert np.array_equal(boxes(graph)["x"].value.data[0], [[1.0, 2.0]])
 
 
-def test_a_graph_keeps_no_tensor_alive():
-    y = two_heads()
-    intermediate = weakref.ref(y.node.inputs[0])
-    graph = tg.graph(y)
-    del y
+@pytest.mark.parametrize("options", [{}, {"backward": True}, {"fold": False}, {"ops": "separate"}])
+@pytest.mark.parametrize("make", [lambda: swept(two_heads()), lambda: gpt(n_layer=3).loss(IDS, IDS)])
+def test_drawing_keeps_nothing_of_the_run_alive_not_even_in_cycles(make, options):
     gc.collect()
-    assert intermediate() is None
-    assert graph.dot
+    gc.disable()
+    try:
+        y = make()
+        tensors = [weakref.ref(tensor) for tensor in engine.toposort([y], everything=True)]
+        graph = tg.graph(y, **options)
+        del y
+        assert not [reference() for reference in tensors if reference() is not None]
+        assert graph.dot
+    finally:
+        gc.enable()
 
 
 def test_values_and_gradients_can_be_left_out():
@@ -578,6 +762,29 @@ def test_tied_weights_are_one_box():
 
 def boxes_titled(graph, title):
     return [node for node in graph.picture.nodes if node.title == title]
+
+
+def test_counts_ties_and_heads_survive_the_model():
+    config = nn.GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
+    logits = nn.GPT(config)(IDS)
+    gc.collect()
+    graph = tg.graph(logits, depth=1)
+    assert graph.picture.clusters[0].lines == ["53,472 parameters"]
+    assert boxes(graph)["lm_head"].parameters == "tied to wte"
+    (attention,) = boxes_titled(tg.graph(logits, depth=2), "attn")
+    assert attention.lines == ["CausalSelfAttention, 4 heads"]
+
+
+@pytest.mark.parametrize(
+    ("n_head", "frames"), [(4, ["head 1", "head 2", "head 3", "head 4"]), (6, ["head 1…3  ×3", "head 4…6  ×3"])]
+)
+def test_heads_that_share_keys_fold_per_group_with_the_arrows_as_computed(n_head, frames):
+    mha = nn.MultiHeadAttention(12, n_head, n_kv_head=2, rng=0)
+    graph = tg.graph(mha.per_head(np.ones((3, 12))))
+    assert [title for title in frame_titles(graph) if "head" in title] == frames
+    last = {4: 3, 6: 4}[n_head]
+    assert {("K_1", "scores_1"), ("V_1", "H_1"), ("K_2", f"scores_{last}"), ("V_2", f"H_{last}")} <= set(arrows(graph))
+    assert not {("K_1", f"scores_{last}"), ("V_2", "H_1")} & set(arrows(graph))
 
 
 def test_a_translator_is_drawn_with_both_of_its_sides():

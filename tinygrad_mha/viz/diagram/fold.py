@@ -251,8 +251,8 @@ def continues(last: Part, part: Part, repeats: Repeats, stands_for: StandsFor) -
     """Whether `part` computes the same as its neighbour, from corresponding values."""
     if part.key != last.key:
         return False
-    forward = last.frame.forward, part.frame.forward
-    is_mirror = None not in forward and repeats.get(forward[0], 0) is repeats.get(forward[1], 1)
+    a, b = last.frame.forward, part.frame.forward
+    is_mirror = a in repeats and b in repeats and repeats[a] is repeats[b]
     return all(
         find_drawn(a, stands_for) is find_drawn(b, stands_for)
         or b in last.contents
@@ -334,8 +334,8 @@ def may_inline(layout: Layout, value: Value, user: Value) -> bool:
         return False
     if value.backward:
         return layout.closed_around(value) is layout.closed_around(user)
-    frame = layout.modules.frame_of[value]
-    if frame.notation and layout.closed_around(value) is None and not user.has_kind("addition"):
+    frame: Frame | None = layout.modules.frame_of[value]
+    if frame and frame.notation and layout.closed_around(value) is None and not user.has_kind("addition"):
         frame = frame.parent  # dropout(S) @ V needs no box for the dropout; in x + dropout(y) the + is a sign only
     if frame is not layout.modules.frame_of[user]:
         return False

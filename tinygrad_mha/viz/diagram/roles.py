@@ -41,7 +41,7 @@ def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
 
     It must require grad. A leaf that a primitive takes as its weight or bias is a parameter. A leaf that is the data of
     a product is an input, and so is one that was handed to a living module. Of the others, those are parameters that
-    are combined with another value element by element.
+    are combined element by element with a value that does not depend on them.
     """
     if leaf.op is not None or not leaf.requires_grad:
         return False
@@ -54,7 +54,18 @@ def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
         return True
     if all(any(frame.module for frame in frame_of[user].enclosing()) for user in run.users[leaf]):
         return False
-    return any(user.has_kind(*ELEMENTWISE) and len(set(user.sources)) > 1 for _, user in uses)
+    dependents = find_dependents(run, leaf)
+    return any(user.has_kind(*ELEMENTWISE) and not dependents.issuperset(user.sources) for _, user in uses)
+
+
+def find_dependents(run: Run, leaf: Value) -> set[Value]:
+    """The leaf and all values that depend on it."""
+    found, stack = {leaf}, [leaf]
+    while stack:
+        fresh = set(run.users[stack.pop()]) - found
+        found |= fresh
+        stack += fresh
+    return found
 
 
 def find_uses(run: Run, leaf: Value) -> list[tuple[Value, Value]]:
