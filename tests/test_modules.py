@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from tinygrad_mha import Tensor, nn, no_grad, ops
-from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
+from tinygrad_mha.files import CheckpointError, load_arrays, replacing, save_arrays
 from tinygrad_mha.nn.layers import sample_dropout_mask
 from tinygrad_mha.nn.module import Module, Scope
 
@@ -403,10 +403,10 @@ DAMAGE = {
     "seven bytes": (b"1234567", "it has 7 bytes"),
     "absurd header length": ((2**63).to_bytes(8, "little") + b"{}", "cut short, or another format"),
     "header longer than the file": ((99).to_bytes(8, "little") + b"{}", "should have 99 bytes, but only 2"),
-    "bad JSON": (safetensors_bytes(b"{'x': 1}"), "no valid JSON"),
-    "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "no valid JSON"),
-    "JSON too deep": (safetensors_bytes(b"[" * 200_000), "no valid JSON"),
-    "a list": (safetensors_bytes([1]), "no JSON object"),
+    "bad JSON": (safetensors_bytes(b"{'x': 1}"), "not valid JSON"),
+    "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "not valid JSON"),
+    "JSON too deep": (safetensors_bytes(b"[" * 200_000), "not valid JSON"),
+    "a list": (safetensors_bytes([1]), "must contain a JSON object"),
     "duplicate keys": (
         safetensors_bytes(b'{"x": {}, "x": {}}'),
         "'x' occurs twice",

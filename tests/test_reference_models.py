@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tinygrad_mha import nn, no_grad
-from tinygrad_mha.files.safetensors import load_arrays
+from tinygrad_mha.files import load_arrays
 
 LOSS = {"tiny-gpt2-random": 9.749089452520085, "tiny-gpt1-random": 8.903727306221613}
 NORM = {"tiny-gpt2-random": 12.97608389904365, "tiny-gpt1-random": 26.477404668861748}

@@ -17,8 +17,8 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
-from tinygrad_mha.files.run_folder import latest
-from tinygrad_mha.files.safetensors import CheckpointError, load_arrays
+from tinygrad_mha.files import CheckpointError, load_arrays
+from tinygrad_mha.files.run_folder import find_latest as latest
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.training import loop as training
 from tinygrad_mha.training.loop import (

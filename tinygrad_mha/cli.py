@@ -23,8 +23,8 @@ from tinygrad_mha.check import GradcheckReport, gradcheck
 from tinygrad_mha.data import Tokenizer, load_tokenizer
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, run_demo, words
-from tinygrad_mha.files.run_folder import latest
-from tinygrad_mha.files.safetensors import CheckpointError
+from tinygrad_mha.files import CheckpointError
+from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
@@ -104,7 +104,7 @@ def run_train(args: argparse.Namespace) -> int:
     for name in ("steps", "seed"):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
-    resumed = args.resume and latest(args.out) is not None
+    resumed = args.resume and find_latest(args.out) is not None
     run = train(
         args.config or (None if resumed else "tiny"),
         args.text,

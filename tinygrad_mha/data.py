@@ -7,7 +7,6 @@ out of a long row of ids and hands over (x, y), where y is x moved on by one. No
 from __future__ import annotations
 
 import codecs
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.files.safetensors import replacing
+from tinygrad_mha.files import read_json, replacing, write_json
 
 # --------------------------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -112,13 +111,13 @@ class CharTokenizer(Tokenizer):
         return self.decode(ids).encode("utf-8", "surrogatepass")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        _write_text(Path(folder, self.FILE), json.dumps({"characters": self.characters}))
+        write_json(Path(folder, self.FILE), {"characters": self.characters}, indent=None)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> CharTokenizer:
         path = Path(folder, cls.FILE)
-        saved = _read_json(path)
-        if not isinstance(saved, dict) or not isinstance(saved.get("characters"), str):
+        saved = read_json(path)
+        if not isinstance(saved.get("characters"), str):
             raise ValueError(f'{path} must hold {{"characters": "..."}}')
         return cls(saved["characters"])
 
@@ -173,7 +172,8 @@ class BPETokenizer(Tokenizer):
         return b"".join([self._bytes.get(i, b"") for i in self._checked(ids)])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        _write_text(Path(folder, self.FILE), self._library.to_str())
+        with replacing(Path(folder, self.FILE)) as temporary:
+            temporary.write_text(self._library.to_str(), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> BPETokenizer:
@@ -186,7 +186,7 @@ class BPETokenizer(Tokenizer):
         path = Path(folder, cls.FILE)
         if path.exists():
             return cls._from_json(path)
-        vocab = _read_json(Path(folder, "vocab.json"))
+        vocab = read_json(Path(folder, "vocab.json"))
         lines = read_text(Path(folder, "merges.txt")).split("\n")
         # The first line names the version. Others may begin with "#" too: they are merges.
         rules = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
@@ -194,8 +194,8 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def _from_json(cls, path: Path) -> BPETokenizer:
-        saved = _read_json(path)
-        model, before = (saved.get("model"), saved.get("pre_tokenizer")) if isinstance(saved, dict) else (None, None)
+        saved = read_json(path)
+        model, before = saved.get("model"), saved.get("pre_tokenizer")
         if not (isinstance(model, dict) and isinstance(before, dict) and model.get("type", "BPE") == "BPE"):
             raise ValueError(f"{path} is not a byte pair encoding as GPT-2 has it: expected a model of type BPE")
         if before.get("type") != "ByteLevel" or before.get("add_prefix_space") or saved.get("normalizer"):
@@ -398,19 +398,3 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was asked."""
         self.rng.bit_generator.state = state["generator"]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def _write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(text.encode())
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error

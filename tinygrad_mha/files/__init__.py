@@ -1,1 +1,7 @@
-"""Files: safetensors, Hugging Face folders, the folder of a training run. A file is written whole or not at all."""
+"""Files: atomic writing, JSON, safetensors, Hugging Face folders, and the folder of a training run."""
+
+from tinygrad_mha.files.atomic import replacing
+from tinygrad_mha.files.json_files import CheckpointError, read_json, write_json
+from tinygrad_mha.files.safetensors import load_arrays, save_arrays
+
+__all__ = ["CheckpointError", "load_arrays", "read_json", "replacing", "save_arrays", "write_json"]

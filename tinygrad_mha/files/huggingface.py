@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
+from tinygrad_mha.files.atomic import replacing
+from tinygrad_mha.files.json_files import CheckpointError, read_json
+from tinygrad_mha.files.safetensors import load_arrays, save_arrays
 
 PREFIX = "transformer."
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # not h.0.attn.c_attn.bias
@@ -77,14 +79,7 @@ def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as the keywords of a `GPTConfig`."""
     path = folder / "config.json"
-    try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(theirs, dict):
-        raise CheckpointError(f"{path} holds {type(theirs).__name__}, expected a JSON object")
+    theirs = read_json(path)
     kind = theirs.get("model_type")
     if kind not in DEFAULTS:
         raise CheckpointError(f"{path}: model_type is {kind!r}, supported are {', '.join(map(repr, DEFAULTS))}")

@@ -1,22 +1,24 @@
-"""Arrays in a file, in the safetensors format: written whole or not at all, and read with one kind of error.
+"""Named arrays in one file, in the safetensors format.
 
-The file is eight bytes (the length of the header, little-endian), a JSON header that gives every array a dtype, a shape
-and a place, and then the bytes of the arrays without a gap. Reading is done here rather than by the safetensors package
-because we want BF16, which NumPy lacks, and because a damaged file of any kind has to be refused in the same clear way.
+The file consists of eight bytes (the length of the header, little-endian), a JSON header with the dtype, shape and
+position of each array, and the bytes of all arrays without gaps. Reading is done here and not by the safetensors
+package, because NumPy has no BF16, and because every kind of damage must raise the same clear error.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import safetensors.numpy
+
+from tinygrad_mha.files.atomic import replacing
+from tinygrad_mha.files.json_files import CheckpointError, parse_json
+
+__all__ = ["load_arrays", "save_arrays"]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -35,136 +37,112 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-class CheckpointError(ValueError):
-    """A file or folder of weights that cannot be used; the message names it and says why."""
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name beside `path`. It takes the place of `path` when the block succeeds, and goes when it fails.
-
-    So whoever reads `path` finds the old file or the whole new one, whenever the writer is killed.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def save_arrays(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write named arrays as one safetensors file, through a temporary name.
+    """Write named arrays to one safetensors file, atomically.
 
     Raises:
-        TypeError: an array whose dtype the format does not know (complex, say).
+        TypeError: the format has no code for the dtype of an array, such as complex.
     """
     plain = {}
     for name, array in arrays.items():
         if array.dtype.newbyteorder("<") not in DTYPES.values():
-            raise TypeError(f"{name!r} has dtype {array.dtype}; a safetensors file holds floats, integers and booleans")
-        # A broadcast view has one row in memory and many in its shape: write what it means.
+            raise TypeError(
+                f"{name!r} has dtype {array.dtype}; a safetensors file contains floats, integers and booleans"
+            )
+        # The library writes the memory behind an array, which is shorter than a broadcast view.
         plain[name] = array if array.flags.c_contiguous else np.array(array, order="C")
     with replacing(path) as temporary:
         safetensors.numpy.save_file(plain, temporary, metadata)
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read all arrays of a safetensors file, in their own dtype (BF16 as float32); each is yours to write to.
+    """Read all arrays of a safetensors file, in their own dtype (BF16 as float32). All are new and writable.
+
+    The header is checked against the size of the file before memory is allocated.
 
     Raises:
-        CheckpointError: the file is no safetensors file, or damaged; nothing is allocated on the word of its header.
-        OSError: it cannot be opened.
+        CheckpointError: the file is damaged, or not a safetensors file.
+        OSError: the file cannot be opened.
     """
-    path = Path(path)
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        entries, start = read_header(path, file, size)
-        arrays = {}
-        for name, (kind, shape, begin) in entries.items():
-            file.seek(start + begin)
-            dtype = DTYPES[kind]
-            flat = np.fromfile(file, dtype, count=math.prod(shape))
-            if kind == "BF16":
-                flat = (flat.astype(np.uint32) << 16).view(np.float32)
-            arrays[name] = flat.astype(flat.dtype.newbyteorder("="), copy=False).reshape(shape)
+        try:
+            return read_arrays(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{os.fspath(path)} cannot be read as a safetensors file: {error}") from error
+
+
+class Entry(NamedTuple):
+    """What the header says of one array."""
+
+    name: str
+    kind: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    begin: int  # its first byte, counted from the end of the header
+    end: int  # the byte after its last
+
+
+def read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
+    """Read all arrays of an open file; the errors do not name the file."""
+    entries, start = read_header(file, os.fstat(file.fileno()).st_size)
+    arrays = {}
+    for name, kind, shape, begin, _ in entries:
+        file.seek(start + begin)
+        flat = np.fromfile(file, DTYPES[kind], count=math.prod(shape))
+        if kind == "BF16":
+            flat = (flat.astype(np.uint32) << 16).view(np.float32)
+        arrays[name] = flat.astype(flat.dtype.newbyteorder("="), copy=False).reshape(shape)
     return arrays
 
 
-def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:
-    """What the header says, checked against the file's size: {name: (dtype, shape, begin)}, and where data start."""
-
-    def refuse(reason: str) -> NoReturn:
-        raise CheckpointError(f"{path} cannot be read as a safetensors file: {reason}")
-
+def read_header(file: BinaryIO, size: int) -> tuple[list[Entry], int]:
+    """Read the header of a file of `size` bytes: its entries, and the position of the first byte after it."""
     first = file.read(8)
     if len(first) < 8:
-        refuse(f"it has {size} bytes, and the length of its header alone takes 8")
+        raise CheckpointError(f"it has {size} bytes, but the length of its header alone takes 8")
     if first[:4] == b"PK\x03\x04":
-        refuse("it is a zip archive (the format of torch.save?); save it as safetensors")
+        raise CheckpointError("it is a zip archive (the format of torch.save?); save it as safetensors")
     length = int.from_bytes(first, "little")
     if length > size - 8:
-        refuse(f"its header should have {length} bytes, but only {size - 8} follow (cut short, or another format?)")
-    try:
-        header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError) as error:
-        refuse(f"its header is no valid JSON ({error})")
-    if not isinstance(header, dict):
-        refuse("its header is no JSON object")
-    header.pop("__metadata__", None)
-
-    entries = {}
-    places = []
-    for name, entry in header.items():
-        kind, shape, begin, end = checked_entry(name, entry, refuse)
-        entries[name] = (kind, shape, begin)
-        places.append((begin, end, name))
-    reached = 0
-    for begin, end, name in sorted(places):
-        if begin != reached:
-            what = "a hole" if begin > reached else "an overlap"
-            refuse(f"the bytes of {name!r} begin at {begin}, expected {reached} ({what})")
-        reached = end
-    held = size - 8 - length
-    if reached != held:
-        refuse(
-            f"its arrays take {reached} bytes, it holds {held} ({'cut short' if reached > held else 'trailing bytes'})"
+        raise CheckpointError(
+            f"its header should have {length} bytes, but only {size - 8} follow (cut short, or another format?)"
         )
+    header = parse_json(file.read(length), "its header")
+    header.pop("__metadata__", None)
+    entries = [parse_entry(name, fields) for name, fields in header.items()]
+    reached = 0
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != reached:
+            fault = "a hole" if entry.begin > reached else "an overlap"
+            raise CheckpointError(f"the bytes of {entry.name!r} begin at {entry.begin}, expected {reached} ({fault})")
+        reached = entry.end
+    available = size - 8 - length
+    if reached != available:
+        fault = "cut short" if reached > available else "trailing bytes"
+        raise CheckpointError(f"its arrays take {reached} bytes, but {available} follow the header ({fault})")
     return entries, 8 + length
 
 
-def checked_entry(name: str, entry: Any, refuse: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """One array of the header: dtype, shape, first byte and the byte after its last."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        refuse(f"the entry of {name!r} lacks dtype, shape or data_offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+def parse_entry(name: str, fields: Any) -> Entry:
+    """Check what the header says of one array."""
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise CheckpointError(f"the entry of {name!r} lacks dtype, shape or data_offsets")
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if kind not in DTYPES:
-        refuse(f"{name!r} has dtype {kind!r}, known are {', '.join(DTYPES)}")
-    if not is_naturals(shape):
-        refuse(f"{name!r} has the shape {shape!r}, expected a list of natural numbers")
-    if not is_naturals(offsets) or len(offsets) != 2:
-        refuse(f"{name!r} has the offsets {offsets!r}, expected two natural numbers")
-    begin, end = offsets
+        raise CheckpointError(f"{name!r} has dtype {kind!r}, known are {', '.join(DTYPES)}")
+    if not are_naturals(shape):
+        raise CheckpointError(f"{name!r} has the shape {shape!r}, expected a list of integers of at least 0")
+    if not are_naturals(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{name!r} has the offsets {offsets!r}, expected two integers of at least 0")
     needed = math.prod(shape) * DTYPES[kind].itemsize
-    if end - begin != needed:
-        refuse(f"{name!r} has the offsets {offsets}, but {kind} of shape {tuple(shape)} takes {needed} bytes")
-    return kind, tuple(shape), begin, end
+    if offsets[1] - offsets[0] != needed:
+        raise CheckpointError(
+            f"{name!r} has the offsets {offsets}, but {kind} of shape {tuple(shape)} takes {needed} bytes"
+        )
+    return Entry(name, kind, tuple(shape), *offsets)
 
 
-def is_naturals(x: Any) -> bool:
+def are_naturals(x: Any) -> bool:
+    """Whether `x` is a list of integers of at least 0."""
     return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are distinct; Python alone would let the last one win."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
-    return found

@@ -15,8 +15,8 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability, is_number
+from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
-from tinygrad_mha.files.safetensors import CheckpointError
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm

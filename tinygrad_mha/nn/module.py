@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, Typ
 import numpy as np
 
 from tinygrad_mha import modes
-from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, save_arrays
+from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.tensors import Tensor, mark_written
 
 F = TypeVar("F", covariant=True)

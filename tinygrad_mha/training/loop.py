@@ -31,8 +31,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tinygrad_mha.data import Batches, CharTokenizer, Tokenizer, builtin_corpus, load_tokenizer, read_text, split_text
 from tinygrad_mha.decoding import ContextFullWarning, generate
-from tinygrad_mha.files.run_folder import Table, latest, read_json, tidy, write_checkpoint, write_json
-from tinygrad_mha.files.safetensors import CheckpointError, load_arrays, replacing, save_arrays
+from tinygrad_mha.files import CheckpointError, load_arrays, read_json, replacing, save_arrays, write_json
+from tinygrad_mha.files.run_folder import CsvLog, find_latest, remove_others, write_checkpoint
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups, warmup_cosine
@@ -219,8 +219,8 @@ class Run:
         self.step = 0
         self.interrupted = False
         self.folder = None if folder is None else Path(folder)
-        self.log = Table(self.folder and self.folder / "log.csv", LOG)
-        self.samples = Table(self.folder and self.folder / "samples.csv", SAMPLES)
+        self.log = CsvLog(self.folder and self.folder / "log.csv", LOG)
+        self.samples = CsvLog(self.folder and self.folder / "samples.csv", SAMPLES)
 
     def _windows(self, part: str, ids: np.ndarray, purpose: int) -> Batches:
         try:
@@ -327,7 +327,7 @@ class Run:
         return [names[id(p)] for p in self.optimizer.parameters]
 
     def _diverged(self, what: str) -> DivergedError:
-        kept = latest(self.folder) if self.folder else None
+        kept = find_latest(self.folder) if self.folder else None
         where = f"; the last good checkpoint is {kept}" if kept else ""
         return DivergedError(f"training diverged at step {self.step}: {what}. Try a lower learning rate{where}")
 
@@ -390,7 +390,7 @@ def train(
         >>> [row["step"] for row in run.log.rows]
         [0, 1, 2, 3]
     """
-    kept = latest(folder) if folder is not None else None
+    kept = find_latest(folder) if folder is not None else None
     if kept is not None and not resume:
         raise ValueError(f"{folder} holds a run already, at {kept.name}: resume it, or choose another folder")
     if kept is not None:
@@ -492,7 +492,7 @@ def reopen(
         )
     run = Run(config, text, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, source)
     run.load(checkpoint)
-    tidy(checkpoint.parent, checkpoint)
+    remove_others(checkpoint.parent, checkpoint)
     return run
 
 
@@ -513,7 +513,9 @@ def load_trained(folder: str | os.PathLike[str]) -> tuple[GPT, Tokenizer]:
     Raises:
         CheckpointError: nothing is there, or it is damaged.
     """
-    checkpoint = latest(folder) or Path(folder)
+    checkpoint = find_latest(folder) or Path(folder)
+    if not (checkpoint / "state.json").exists():
+        raise CheckpointError(f"{folder} is no checkpoint of a run: it contains no state.json")
     state = read_json(checkpoint / "state.json")
     tokenizer = load_tokenizer(checkpoint)
     try:

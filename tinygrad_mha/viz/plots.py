@@ -18,7 +18,7 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids
-from tinygrad_mha.files.safetensors import replacing
+from tinygrad_mha.files import replacing
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.nn.gpt import GPTTrace

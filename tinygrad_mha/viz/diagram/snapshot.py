@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_mha.engine import Node, toposort
-from tinygrad_mha.files.safetensors import replacing
+from tinygrad_mha.files import replacing
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.diagram import graphviz_engines as engines
 from tinygrad_mha.viz.diagram.contents import compose_picture

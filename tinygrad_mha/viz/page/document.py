@@ -21,7 +21,7 @@ import numpy as np
 
 from tinygrad_mha import modes
 from tinygrad_mha.arguments import check_choice
-from tinygrad_mha.files.safetensors import replacing
+from tinygrad_mha.files import replacing
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.viz.page.measure import MOST_PARAMETER_ROWS, Head, Json, collected, layer_of, subject_of, token_names
 

@@ -1,0 +1,62 @@
+"""JSON objects in files, read with one kind of error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinygrad_mha.files.atomic import replacing
+
+__all__ = ["CheckpointError", "parse_json", "read_json", "write_json"]
+
+
+class CheckpointError(ValueError):
+    """A file or folder that cannot be used; the message names it and gives the reason."""
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file that contains one JSON object.
+
+    Raises:
+        CheckpointError: the file does not exist, cannot be read, or contains something else.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_json(data, str(path))
+
+
+def parse_json(data: bytes, source: str) -> dict[str, Any]:
+    """Parse one JSON object, in UTF-8; `source` names it in errors.
+
+    Raises:
+        CheckpointError: `data` is not valid JSON, not an object, or an object with a repeated key.
+    """
+    try:
+        content = json.loads(data.decode("utf-8-sig"), object_pairs_hook=make_dict)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{source} must contain a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of distinct keys; Python's own would keep the last of equal ones."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return result
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], indent: int | None = 1) -> None:
+    """Write a JSON object atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=indent), encoding="utf-8")
