@@ -330,11 +330,16 @@ def test_a_wide_beam_finds_the_best_of_all_translations_under_the_rule_of_genera
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_logits_that_are_nan_are_refused_as_by_generate(model, beam):
-    for parameter in model.parameters():
+def test_logits_that_are_nan_are_refused_as_by_gpt(any_model, beam):
+    for parameter in any_model.parameters():
         parameter.assign_(np.full(parameter.shape, np.nan))
-    with pytest.raises(ValueError, match="logits are nan or infinite, so no token can be chosen"):
-        model.generate(SRC, beam=beam)
+    gpt = nn.GPT(nn.GPTConfig(vocab_size=7, block_size=5, n_layer=1, n_head=1, n_embd=2))
+    gpt.wte.weight.assign_(np.full((7, 2), np.nan))
+    with pytest.raises(ValueError, match="no token can be chosen") as by_gpt:
+        tg.generate(gpt, [1], 1, temperature=0)
+    with pytest.raises(ValueError, match="logits are nan or infinite") as error:
+        any_model.generate(SRC, beam=1 if isinstance(any_model, PerWord) else beam)
+    assert str(error.value) == str(by_gpt.value)
 
 
 def test_cross_attention_keys_are_computed_once_for_a_whole_translation(monkeypatch):

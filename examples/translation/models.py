@@ -8,6 +8,7 @@ from recurrent import GRU, RNN
 
 from tinygrad_mha import Tensor, nn, no_grad, ops
 from tinygrad_mha.arguments import check_choice
+from tinygrad_mha.decoding import check_logits
 
 CELLS = {"rnn": RNN, "gru": GRU}
 
@@ -89,7 +90,8 @@ class PerWord(nn.Translator):
         if beam != 1:
             raise ValueError(f"the positions of a {type(self).__name__} are independent: leave beam at 1, got {beam}")
         with self.evaluating():
-            best = self(src).numpy().argmax(axis=-1)[..., : self.limit_tokens(max_new_tokens)]
+            logits = check_logits(self(src).numpy())
+        best = logits.argmax(axis=-1)[..., : self.limit_tokens(max_new_tokens)]
         return self.cut_at_end(best) if best.ndim == 1 else [self.cut_at_end(row) for row in best]
 
 

@@ -5,8 +5,8 @@ Axes: B batch, S source words, T target words, C width (d_model), H heads, V_t t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.random import Generator
@@ -17,12 +17,12 @@ from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.nn.multihead import AttentionTrace, Memory, MultiHeadAttention
+from tinygrad_mha.nn.multihead import AttentionTrace, Memory, MultiHeadAttention, Steps
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.nn.translators import Translator
 from tinygrad_mha.tensors import Tensor
 
-__all__ = ["DecoderBlock", "EncoderBlock", "Transformer", "TransformerTrace"]
+__all__ = ["DecoderBlock", "EncoderBlock", "Transformer", "TransformerState", "TransformerTrace"]
 
 
 class ResidualBlock(Module):
@@ -36,7 +36,7 @@ class ResidualBlock(Module):
         self.drop = Dropout(dropout, rng.spawn(1)[0])
 
     def add(self, x: Tensor, ln: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return x + sublayer(ln(x)) with `norm_first`, else ln(x + sublayer(x))."""
+        """Return x + dropout(sublayer(ln(x))) with `norm_first`, else ln(x + dropout(sublayer(x)))."""
         return x + self.drop(sublayer(ln(x))) if self.norm_first else ln(x + self.drop(sublayer(x)))
 
 
@@ -52,8 +52,9 @@ class EncoderBlock(ResidualBlock):
         self.ln_2 = LayerNorm(d_model)
         self.mlp = FeedForward(d_model, d_ff, activation, rng=rng)
 
-    def forward(self, x: Tensor, key_allow: np.ndarray | None, traces: list[AttentionTrace] | None) -> Tensor:
-        x = self.add(x, self.ln_1, lambda x: run_attention(self.attn, x, traces, key_allow=key_allow))
+    def forward(self, x: Tensor, key_allow: np.ndarray | None, steps: Steps | None = None) -> Tensor:
+        """Map the source (B, S, C) to (B, S, C). `key_allow` (B, S) is False for padding; `steps` records attention."""
+        x = self.add(x, self.ln_1, lambda x: self.attn(x, key_allow=key_allow, edit=steps))
         return self.add(x, self.ln_2, self.mlp)
 
 
@@ -77,25 +78,13 @@ class DecoderBlock(ResidualBlock):
         memory: Tensor | Memory,
         key_allow: np.ndarray | None,
         cache: CachedLayer | None = None,
-        traces: list[AttentionTrace] | None = None,
-        cross_traces: list[AttentionTrace] | None = None,
+        steps: Steps | None = None,
+        cross_steps: Steps | None = None,
     ) -> Tensor:
-        """`memory` is the encoded source, or its keys and values for this block; `key_allow` is False for padding."""
-        source = {"memory": memory, "key_allow": key_allow}
-        x = self.add(x, self.ln_1, lambda x: run_attention(self.attn, x, traces, causal=True, cache=cache))
-        x = self.add(x, self.ln_2, lambda x: run_attention(self.cross, x, cross_traces, **source))
+        """Map the target (B, T, C) to (B, T, C); `memory` is the encoded source, or its keys and values."""
+        x = self.add(x, self.ln_1, lambda x: self.attn(x, causal=True, cache=cache, edit=steps))
+        x = self.add(x, self.ln_2, lambda x: self.cross(x, memory, key_allow=key_allow, edit=cross_steps))
         return self.add(x, self.ln_3, self.mlp)
-
-
-def run_attention(
-    attention: MultiHeadAttention, x: Tensor, traces: list[AttentionTrace] | None, **options: Any
-) -> Tensor:
-    """Call `attention`; append its trace to `traces` unless that is None."""
-    if traces is None:
-        return attention(x, **options)
-    y, trace = attention(x, trace=True, **options)
-    traces.append(trace)
-    return y
 
 
 class TransformerTrace(NamedTuple):
@@ -107,15 +96,15 @@ class TransformerTrace(NamedTuple):
 
 
 class TransformerState(NamedTuple):
-    """What decoding remembers: the source as each block's cross-attention reads it, and the target in the cache."""
+    """What decoding remembers between two words."""
 
-    memory: list[Memory]  # the keys and values of the source, of each block
+    memory: list[Memory]  # the keys and values of the source, for each block
     key_allow: np.ndarray | None  # (B, S), False for padding
-    cache: KVCache
+    cache: KVCache  # the keys and values of the target words so far
 
     def select(self, rows: np.ndarray) -> TransformerState:
         """Return the state of the given rows; a row may occur several times."""
-        memory = [keys_and_values.select(rows) for keys_and_values in self.memory]
+        memory = [memory.select(rows) for memory in self.memory]
         key_allow = None if self.key_allow is None else self.key_allow[rows]
         return TransformerState(memory, key_allow, self.cache.select(rows))
 
@@ -140,8 +129,8 @@ class Transformer(Translator):
         activation: "relu" (the paper), "gelu" or "gelu_tanh".
 
     Raises:
-        ValueError: sizes that do not fit, a `norm_first` that is not a boolean, or a shared table for vocabularies of
-            two sizes.
+        ValueError: sizes that do not fit, a `norm_first` that is not a boolean (or `norm`, its former name), or a
+            shared table for vocabularies of two sizes.
 
     Example:
         >>> model = Transformer(source_vocab=11, target_vocab=7, d_model=6, n_head=2, n_layer=1, d_ff=12, max_len=9)
@@ -175,10 +164,7 @@ class Transformer(Translator):
             raise ValueError(f"d_model must be a multiple of n_head, got {d_model} and {n_head}")
         if norm is not None or not isinstance(norm_first, bool):
             given = norm_first if norm is None else norm
-            raise ValueError(
-                f"norm_first must be True (normalize the input of each sublayer, once called norm='pre') or False "
-                f"(normalize the sum, 'post'), got {given!r}"
-            )
+            raise ValueError(f"norm_first must be True (instead of norm='pre') or False ('post'), got {given!r}")
         if shared and source_vocab != target_vocab:
             raise ValueError(
                 f"shared=True needs one vocabulary for both sides, got {source_vocab} and {target_vocab} words"
@@ -203,7 +189,11 @@ class Transformer(Translator):
         memory = self._encode(np.atleast_2d(src))
         return memory if src.ndim == 2 else memory[0]
 
-    def forward(self, src: Any, tgt: Any, trace: bool = False) -> Any:
+    @overload
+    def forward(self, src: Any, tgt: Any, trace: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, src: Any, tgt: Any, trace: Literal[True]) -> tuple[Tensor, TransformerTrace]: ...
+    def forward(self, src: Any, tgt: Any, trace: bool = False) -> Tensor | tuple[Tensor, TransformerTrace]:
         """Map ids (B, S) and (B, T) to the logits (B, T, V_t) of the word after each target word; or one pair.
 
         Args:
@@ -216,20 +206,22 @@ class Transformer(Translator):
             TypeError, IndexError: ids that are not integers, or not in the vocabulary.
         """
         src, tgt, is_batch = self.check_pair(src, tgt)
-        traces: list[list[AttentionTrace] | None] = [[], [], []] if trace else [None, None, None]
-        memory, key_allow = self._encode(src, traces[0]), self._allow_words(src)
+        encoder, decoder, cross = ([Steps() if trace else None for _ in self.decoder] for _ in range(3))
+        memory, key_allow = self._encode(src, encoder), self._allow_words(src)
         x = self._embed(self.target_embedding, tgt)
-        for block in self.decoder:
-            x = block(x, memory, key_allow, traces=traces[1], cross_traces=traces[2])
+        for block, steps, cross_steps in zip(self.decoder, decoder, cross, strict=True):
+            x = block(x, memory, key_allow, steps=steps, cross_steps=cross_steps)
         logits = self._compute_logits(x)
         logits = logits if is_batch else logits[0]
-        return (logits, TransformerTrace(*(tuple(steps or ()) for steps in traces))) if trace else logits
+        if not trace:
+            return logits
+        return logits, TransformerTrace(*(tuple(s.trace() for s in steps if s) for steps in (encoder, decoder, cross)))
 
-    def _encode(self, src: np.ndarray, traces: list[AttentionTrace] | None = None) -> Tensor:
+    def _encode(self, src: np.ndarray, steps: Sequence[Steps | None] | None = None) -> Tensor:
         key_allow = self._allow_words(src)
         x = self._embed(self.source_embedding, src)
-        for block in self.encoder:
-            x = block(x, key_allow, traces)
+        for block, block_steps in zip(self.encoder, steps or [None] * self.n_layer, strict=True):
+            x = block(x, key_allow, block_steps)
         return x if self.ln_source is None else self.ln_source(x)
 
     def _allow_words(self, ids: np.ndarray) -> np.ndarray | None:

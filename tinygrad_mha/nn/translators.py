@@ -109,7 +109,9 @@ class Translator(Module):
 
     # ------------------------------------------------------------------------------------------------------ decoding
 
-    def generate(self, src: Any, beam: int = 1, max_new_tokens: int | None = None, length_penalty: float = 0.0) -> Any:
+    def generate(
+        self, src: Any, beam: int = 1, max_new_tokens: int | None = None, length_penalty: float = 0.0
+    ) -> np.ndarray | list[np.ndarray]:
         """Translate: return the target ids of each source, without `start` and `end`.
 
         The model runs in eval mode and without gradients; afterwards it has the mode that it had before.
@@ -122,20 +124,24 @@ class Translator(Module):
 
         Returns:
             An array (n,) for a source (S,), a list of such arrays for (B, S).
+
+        Raises:
+            ValueError: sources as in `check_source`, an option out of its range, or logits that are nan or infinite.
         """
         ids = self.check_source(src)
-        if beam == 1:
+        if check_count(beam, "beam") == 1:
             rows = self._generate_greedily(np.atleast_2d(ids), self.limit_tokens(max_new_tokens))
         else:
-            rows = [
-                self.cut_at_end(self.search(row, beam, max_new_tokens, length_penalty).best.tokens)
-                for row in np.atleast_2d(ids)
-            ]
+            found = [self.search(row, beam, max_new_tokens, length_penalty) for row in np.atleast_2d(ids)]
+            rows = [self.cut_at_end(beams.best.tokens) for beams in found]
         return rows[0] if ids.ndim == 1 else rows
 
     @modes.no_grad
     def search(self, src: Any, beam: int = 4, max_new_tokens: int | None = None, length_penalty: float = 0.0) -> Beams:
-        """Run a beam search for one source (S,): its hypotheses, best first, and the tree of all that was tried."""
+        """Run a beam search for one source (S,). Returns all hypotheses, best first, and the tree of the search.
+
+        The arguments are those of `generate`. The token ids of a hypothesis end with `end` if it was reached.
+        """
         ids = self.check_source(src)
         if ids.ndim != 1:
             raise ValueError(f"search takes one source (S,), got shape {ids.shape}")
@@ -156,19 +162,16 @@ class Translator(Module):
             state = self.begin(src)
             tokens = np.full(len(src), self.start)
             columns: list[np.ndarray] = []
-            running = np.ones(len(src), bool)
-            while running.any() and len(columns) < limit:
+            while (tokens != self.end).any() and len(columns) < limit:
                 best = check_logits(self.advance(state, tokens).numpy()).argmax(axis=-1)
-                tokens = np.where(running, best, self.end)
-                running &= tokens != self.end
+                tokens = np.where(tokens == self.end, self.end, best)
                 columns.append(tokens)
         return [self.cut_at_end(row) for row in np.stack(columns, axis=1)]
 
     def limit_tokens(self, max_new_tokens: int | None) -> int:
-        """Return how many words an answer may have: max_len by default and at most."""
-        return (
-            self.max_len if max_new_tokens is None else min(check_count(max_new_tokens, "max_new_tokens"), self.max_len)
-        )
+        """Return the largest number of words of an answer: max_len by default and at most."""
+        limit = self.max_len if max_new_tokens is None else check_count(max_new_tokens, "max_new_tokens")
+        return min(limit, self.max_len)
 
     def cut_at_end(self, row: np.ndarray) -> np.ndarray:
         """Return the ids before the first `end`."""
