@@ -366,6 +366,22 @@ def test_a_product_with_a_constant_is_no_dropout():
     assert boxes(tg.graph((dropout(x) @ np.ones((5, 2))).named("y")))["y"].lines == ["output: dropout(x) @", "input"]
 
 
+def test_a_module_with_a_notation_is_one_step_of_a_formula_however_many_operations_it_takes():
+    model = gpt(n_embd=8, position="rotary")
+    (attention,) = boxes_titled(tg.graph(model(IDS), values=False), "attention")
+    assert "rotate(c_attn[…, 0:8]) @" in " ".join(attention.lines)
+    opened = tg.graph(model(IDS), expand=["h.0", "h.0.attn.position"])
+    assert "Rotary" in [line for cluster in opened.picture.clusters for line in cluster.lines]
+    mha = nn.MultiHeadAttention(8, 2, position="rotary", rng=0)
+    assert boxes(tg.graph(mha.per_head(np.ones((3, 8)))))["Q_1"].lines == ["rotate(input @ W_Q1)"]
+
+
+def test_a_named_table_that_every_block_makes_anew_is_one_input():
+    graph = tg.graph(gpt(position="alibi")(IDS))
+    assert len(boxes_titled(graph, "alibi")) == 1
+    assert "h.0…3  ×4" in frame_titles(graph)
+
+
 def test_only_the_gradient_of_a_mask_is_where_allowed():
     x = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x")
     assert boxes(tg.graph(ops.where(x.data > 0, x, 0.0)))["output"].lines == ["output: where(condition", "2×3, x, 0)"]

@@ -290,6 +290,9 @@ def write_reduction(c: Call) -> Formula:
 def write_getitem(c: Call) -> Formula:
     index = c.keywords["index"]
     parts = index if isinstance(index, tuple) else (index,)
+    whole = next((i for i, part in enumerate(parts) if not (isinstance(part, slice) and part == slice(None))), 0)
+    if whole > 1 and len(parts) == len(c.shapes[0]):
+        parts = (..., *parts[whole:])
     return Formula(f"{c.x.within(ATOM)}[{', '.join(map(write_index, parts))}]")
 
 

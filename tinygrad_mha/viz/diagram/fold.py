@@ -57,6 +57,7 @@ class Layout:
         readers: for each drawn value, the drawn values that were made from it or from what it stands for.
         inlined: the values that are written in the formulas of their users.
         hidden: the parameters that are drawn as slices, one per head, and not as a whole.
+        atomic: the frames that formulas write by their notation, such as dropout(x).
         boxes: the id of each box, a value or a closed frame, in the order of the picture.
         clusters: the id of each frame that is drawn around boxes.
         tables: the values whose numbers are shown.
@@ -71,12 +72,18 @@ class Layout:
     readers: dict[Value, set[Value]]
     inlined: set[Value] = field(default_factory=set)
     hidden: set[Value] = field(default_factory=set)
+    atomic: set[Frame] = field(default_factory=set)
     boxes: dict[Value | Frame, str] = field(default_factory=dict)
     clusters: dict[Frame, str] = field(default_factory=dict)
     tables: set[Value] = field(default_factory=set)
 
     def closed_around(self, value: Value) -> Frame | None:
         return self.closed_in[self.modules.frame_of[value]]
+
+    def open_frame(self, value: Value) -> Frame | None:
+        """The innermost frame around a value that is not atomic."""
+        frame = self.modules.frame_of[value]
+        return frame.parent if frame in self.atomic else frame
 
     def box(self, value: Value) -> Value | Frame | None:
         """What shows `value`: a box of its own, the closed frame that it is in, or nothing."""
@@ -86,14 +93,29 @@ class Layout:
 
     def operands(self, value: Value) -> list[Value]:
         """The values that the formula of `value` names: its inputs, and those of inputs that are written out in it."""
-        named, stack = [], value.sources[::-1]
+        named, stack = [], self.inputs(value)[::-1]
         while stack:
             source = stack.pop()
             if source in self.inlined:
-                stack += source.sources[::-1]
+                stack += self.inputs(source)[::-1]
             else:
                 named.append(source)
         return named
+
+    def inputs(self, value: Value) -> list[Value]:
+        """The values that `value` was made from. If an atomic frame made it, the values that entered the frame."""
+        frame = self.modules.frame_of[value]
+        if frame not in self.atomic:
+            return value.sources
+        entered: list[Value] = []
+        seen, stack = {value}, [value]
+        while stack:
+            for source in stack.pop().sources:
+                if source not in seen:
+                    seen.add(source)
+                    is_inside = source.op is not None and self.modules.frame_of[source] is frame
+                    (stack if is_inside else entered).append(source)
+        return entered
 
     def results(self, frame: Frame) -> list[Value]:
         """The values computed in a frame that are used outside of it, or not at all."""
@@ -111,15 +133,16 @@ class Layout:
 
 def make_layout(run: Run, modules: Modules, options: Options) -> Layout:
     """Decide what gets a box."""
-    closed = close_frames(modules, options, 1 if run.has_backward else 0)
-    modules = move_inputs_out(modules, closed)
     folds = options.fold and not options.separate
+    atomic = find_atomic_frames(modules, options) if folds else set()
+    closed = close_frames(modules, options, atomic, 1 if run.has_backward else 0)
+    modules = move_inputs_out(modules, closed)
     modules, repeats, stands_for = fold_repetitions(modules, options.expand) if folds else (modules, {}, {})
     closed_in = {frame: outermost_closed(frame, closed) for frame in modules.members}
     readers: dict[Value, set[Value]] = defaultdict(set)
     for value in run.values:
         readers[find_drawn(value, stands_for)].update(find_drawn(user, stands_for) for user in run.users[value])
-    layout = Layout(run, modules, options, repeats, stands_for, closed_in, readers)
+    layout = Layout(run, modules, options, repeats, stands_for, closed_in, readers, atomic=atomic - closed)
     if folds:
         layout.hidden.update(find_sliced_parameters(run, modules))
         inline_operands(layout)
@@ -140,7 +163,13 @@ def find_drawn(value: Value, stands_for: StandsFor) -> Value:
 # Closed modules
 
 
-def close_frames(modules: Modules, options: Options, added_depth: int) -> set[Frame]:
+def find_atomic_frames(modules: Modules, options: Options) -> set[Frame]:
+    """The frames of modules that have a notation, unless `expand` opens them. In the backward pass there are none."""
+    frames = modules.inside(modules.root)
+    return {f for f in frames if f.notation and f.forward is None and not matches(f, options.expand)}
+
+
+def close_frames(modules: Modules, options: Options, atomic: set[Frame], added_depth: int) -> set[Frame]:
     """The frames that are drawn as one box.
 
     These are frames deeper than `depth` and those that `collapse` matches, unless they lead to one that `expand`
@@ -156,7 +185,7 @@ def close_frames(modules: Modules, options: Options, added_depth: int) -> set[Fr
             is_closed = frame.forward in closed
         else:
             is_closed = matches(frame, options.collapse)
-            if options.depth is not None:
+            if options.depth is not None and frame not in atomic:
                 is_closed |= frame.depth > options.depth + added_depth
                 is_closed |= frame.is_module and count_operations(modules, frame) == 1
         if is_closed:
@@ -310,9 +339,14 @@ def find_sliced_parameters(run: Run, modules: Modules) -> set[Value]:
 def inline_operands(layout: Layout) -> None:
     """Write reshaping and element-wise chains into the formulas of their users."""
     size = {value: int(value.op is not None and not value.has_kind(*RESHAPING)) for value in layout.run.values}
+    frame_of = layout.modules.frame_of
+    for value in layout.run.values:
+        users = layout.run.users[value]
+        if frame_of[value] in layout.atomic and users and all(frame_of[user] is frame_of[value] for user in users):
+            layout.inlined.add(value)  # in the middle of an atomic frame
     for user in layout.run.values:
         most = MOST_IN_A_GRADIENT if user.backward else MOST_IN_A_FORMULA
-        for value in user.sources:
+        for value in layout.inputs(user):
             fits = size[value] + size[user] <= most
             if fits and value not in layout.inlined and may_inline(layout, value, user):
                 layout.inlined.add(value)
@@ -326,7 +360,7 @@ def may_inline(layout: Layout, value: Value, user: Value) -> bool:
         return False
     if any(forward not in layout.inlined for forward in value.gradient_of):
         return False
-    anywhere = value.has_kind(*RESHAPING) or (value.backward and is_foldable(value))
+    anywhere = value.has_kind(*RESHAPING) or (value.backward and is_foldable(layout, value))
     if anywhere and layout.closed_around(value) is None:
         return True
     users = layout.run.users[value]
@@ -334,17 +368,17 @@ def may_inline(layout: Layout, value: Value, user: Value) -> bool:
         return False
     if value.backward:
         return layout.closed_around(value) is layout.closed_around(user)
-    frame: Frame | None = layout.modules.frame_of[value]
-    if frame and frame.notation and layout.closed_around(value) is None and not user.has_kind("addition"):
-        frame = frame.parent  # dropout(S) @ V needs no box for the dropout; in x + dropout(y) the + is a sign only
-    if frame is not layout.modules.frame_of[user]:
+    if user.has_kind("addition") and layout.modules.frame_of[value] in layout.atomic:
+        return False  # in x + dropout(y), the + is a mere sign
+    if layout.open_frame(value) is not layout.open_frame(user):
         return False
-    return is_foldable(value) or (is_foldable(user) and not value.has_kind(*ALWAYS_A_BOX))
+    return is_foldable(layout, value) or (is_foldable(layout, user) and not value.has_kind(*ALWAYS_A_BOX))
 
 
-def is_foldable(value: Value) -> bool:
+def is_foldable(layout: Layout, value: Value) -> bool:
     """Whether a value is a simple function of one other value."""
-    return len(value.sources) == 1 and value.has_kind(*FOLDABLE)
+    is_simple = value.has_kind(*FOLDABLE) or layout.modules.frame_of[value] in layout.atomic
+    return is_simple and len(layout.inputs(value)) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -375,7 +409,8 @@ def number_clusters(layout: Layout) -> dict[Frame, str]:
         elif box.op is not None:
             computed.update(layout.modules.frame_of[box].enclosing())
     frames = layout.modules.inside(layout.modules.root)[1:]
-    return {frame: f"cluster_{i}" for i, frame in enumerate(f for f in frames if computed[f] > 1)}
+    drawn = [frame for frame in frames if computed[frame] > 1 and frame not in layout.atomic]
+    return {frame: f"cluster_{i}" for i, frame in enumerate(drawn)}
 
 
 def choose_tables(layout: Layout) -> set[Value]:

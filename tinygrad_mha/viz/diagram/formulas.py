@@ -40,11 +40,13 @@ def starts_with_formula(layout: Layout, value: Value) -> bool:
 
 def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> Formula:
     assert value.op is not None
-    call = make_call(value, operand_writer(layout, titles))
-    notation = layout.modules.frame_of[value].notation
-    if notation:
-        formula = Formula(f"{notation}({call.x.text})")
-    elif value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind in ("mask", "attention"):
+    write_operand = operand_writer(layout, titles)
+    frame = layout.modules.frame_of[value]
+    if frame in layout.atomic:
+        operands = [operand for operand in map(write_operand, layout.inputs(value)) if operand]
+        return Formula(f"{frame.notation}({', '.join(operand.text for operand in operands)})")
+    call = make_call(value, write_operand)
+    if value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind in ("mask", "attention"):
         formula = Formula(f"{call.operand(1).within(PRODUCT)} where allowed", SUM)
     else:
         formula = value.op.formula(call)

@@ -130,7 +130,7 @@ def record_backward(y: Tensor) -> Run:
     for value in values.values():
         value.scope = (BACKWARD if value.backward else FORWARD, *value.scope)
     for tensor, gradient in pairs:
-        values[id(gradient)].gradient_of.append(values[id(tensor)])
+        values[tensor_key(gradient)].gradient_of.append(values[tensor_key(tensor)])
     return as_run(values, [y])
 
 
@@ -142,13 +142,13 @@ def as_run(values: dict[Any, Value], roots: Sequence[Tensor]) -> Run:
             if source.backward == value.backward:
                 users[source].append(value)
     position = {value: i for i, value in enumerate(ordered)}
-    return Run(ordered, [values[id(root)] for root in roots], users, position)
+    return Run(ordered, [values[tensor_key(root)] for root in roots], users, position)
 
 
 def collect(
     roots: Sequence[Tensor], opens: Callable[[Primitive], bool] = lambda op: False, backward_after: float = math.inf
 ) -> dict[Any, Value]:
-    """The values that `roots` were made from. A tensor is found under its id, in the order of the run.
+    """The values that `roots` were made from, by `tensor_key`, in the order of the run.
 
     Values made after the time `backward_after`, and leaves first used by them, belong to the backward pass.
     """
@@ -165,10 +165,7 @@ def collect(
             node = last.node
         add_computed(values, tensor, node, gradients.get(id(tensor)), backward)
     for i, root in enumerate(roots):
-        if id(root) not in values:
-            values[id(root)] = Value(
-                root.numpy(), root.name, root, root.grad, backward=i > 0 and backward_after < math.inf
-            )
+        find_tensor(values, root, i > 0 and backward_after < math.inf)
     return values
 
 
@@ -179,12 +176,10 @@ def add_computed(
     inputs: list[Any] = []
     for i, (x, array) in enumerate(zip(node.inputs, node.arrays, strict=True)):
         if isinstance(x, Tensor):
-            if id(x) not in values:
-                values[id(x)] = Value(x.numpy(), x.name, x, x.grad, backward=backward)
-            inputs.append(values[id(x)])
+            inputs.append(find_tensor(values, x, backward))
         elif is_data(node.op, i, array):
             # The node holds a copy. An array that its owner has refilled since is another input.
-            key = (id(x), array.shape, array.dtype.str, array.tobytes())
+            key = id(x), content_key(array)
             if key not in values:
                 role = node.op.role(i)
                 name = node.op.argument(i) if role in ("ids", "targets") else None
@@ -198,6 +193,28 @@ def add_computed(
     values[id(tensor)] = Value(
         tensor.numpy(), tensor.name, tensor, gradient, node.op, tuple(inputs), node.kwargs, scope, backward, [], rule_of
     )
+
+
+def find_tensor(values: dict[Any, Value], tensor: Tensor, backward: bool) -> Value:
+    """The value of a tensor, which is added if it is a leaf that is met for the first time."""
+    key = tensor_key(tensor)
+    if key not in values:
+        values[key] = Value(tensor.numpy(), tensor.name, tensor, tensor.grad, backward=backward)
+    return values[key]
+
+
+def tensor_key(tensor: Tensor) -> Any:
+    """What identifies a tensor: its id; of a constant with a name, the name and the content.
+
+    So a table that every layer makes anew, such as that of ALiBi, is one input.
+    """
+    if tensor.node is None and tensor.name and not tensor.requires_grad:
+        return tensor.name, content_key(tensor.numpy())
+    return id(tensor)
+
+
+def content_key(array: np.ndarray) -> Any:
+    return array.shape, array.dtype.str, array.tobytes()
 
 
 def is_data(op: Primitive, i: int, array: Any) -> bool:
