@@ -363,12 +363,13 @@ def may_inline(layout: Layout, value: Value, user: Value) -> bool:
     anywhere = value.has_kind(*RESHAPING) or (value.backward and is_foldable(layout, value))
     if anywhere and layout.closed_around(value) is None:
         return True
-    users = layout.run.users[value]
+    frame_of = layout.modules.frame_of
+    users = {frame_of[u] if frame_of[u] in layout.atomic else i for i, u in enumerate(layout.run.users[value])}
     if len(users) != 1 or user.backward != value.backward or layout.modules.kinds[value] not in ("op", "gradient"):
         return False
     if value.backward:
         return layout.closed_around(value) is layout.closed_around(user)
-    if user.has_kind("addition") and layout.modules.frame_of[value] in layout.atomic:
+    if user.has_kind("addition") and frame_of[value] in layout.atomic:
         return False  # in x + dropout(y), the + is a mere sign
     if layout.open_frame(value) is not layout.open_frame(user):
         return False
