@@ -629,6 +629,12 @@ def dropout(b: Builder, name: str) -> Value:
     return b.apply(name, x, b.coin_flips(x.shape, 0.8) / 0.8)
 
 
+@builds("rotate")
+def rotate(b: Builder, name: str) -> Value:
+    x = b.pick(lambda shape: shape[-1] % 2 == 0, least=1)
+    return b.apply(name, x, angles=b.rng.standard_normal((*x.shape[:-1], x.shape[-1] // 2)))
+
+
 @builds("attention")
 def attention(b: Builder, name: str) -> Value:
     q = b.pick(lambda shape: shape[-1] > 0, least=2)

@@ -96,6 +96,13 @@ def torch_layer_norm(x, weight=None, bias=None, *, eps):
     return y if bias is None else y + bias  # given to torch without a weight, the bias has no second derivative there
 
 
+def torch_rotate(x, *, angles):
+    a, b = x.chunk(2, dim=-1)
+    angles = torch.tensor(angles, dtype=x.dtype)
+    cos, sin = torch.cos(angles), torch.sin(angles)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
 THEIRS = {
     "add": arithmetic(operator.add),
     "sub": arithmetic(operator.sub),
@@ -108,6 +115,7 @@ THEIRS = {
     "exp": torch.exp,
     "log": torch.log,
     "sqrt": torch.sqrt,
+    "rotate": torch_rotate,
     "erf": torch.erf,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,

@@ -166,6 +166,7 @@ SAMPLES = {
     ],
     "rms_norm": lambda rng: [((normal(rng, 2, 5), normal(rng, 5)), {}), ((normal(rng, 5),), {"eps": 0.1})],
     "dropout": lambda rng: [((normal(rng, 2, 3, 5), rng.integers(0, 2, (3, 5)) * 2.0), {})],
+    "rotate": lambda rng: [((normal(rng, 2, 3, 6),), {"angles": normal(rng, 3, 3)})],
     "attention": lambda rng: [
         ((normal(rng, 3, 5), normal(rng, 7, 5), normal(rng, 7, 2)), {}),
         ((normal(rng, 2, 3, 5), normal(rng, 2, 7, 5), normal(rng, 2, 7, 2), allowed(rng, 3, 7)), {"scale": 0.3}),

@@ -110,4 +110,5 @@ def select_head(mask: Any, i: int) -> Any:
     """The part of head `i` of a mask or bias that broadcasts to (..., H, T_q, T_k); None for None."""
     if mask is None or mask.ndim == 2:
         return mask
-    return mask[..., i if mask.shape[-3] > 1 else 0, :, :]
+    part = mask[..., i if mask.shape[-3] > 1 else 0, :, :]
+    return part.named(f"{mask.name or 'bias'}_{i + 1}") if isinstance(part, Tensor) else part

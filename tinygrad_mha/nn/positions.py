@@ -100,7 +100,6 @@ class Rotary(Position):
     base: float = 10000.0
 
     name = "rotary"
-    notation = "rotate"
     rotates = True
 
     def check_head_width(self, d: int) -> None:
@@ -108,8 +107,7 @@ class Rotary(Position):
             raise ValueError(f"rotary positions rotate pairs, so d_k must be even, got {d}")
 
     def rotate(self, x: Tensor, positions: np.ndarray) -> Tensor:
-        with self.scope():
-            return rotary(x, positions, self.base)
+        return rotary(x, positions, self.base)
 
 
 @dataclass(unsafe_hash=True)
@@ -117,7 +115,6 @@ class Alibi(Position):
     """Scores fall linearly with distance, at a rate of each head's own (arXiv:2108.12409); see `alibi`."""
 
     name = "alibi"
-    notation = "alibi"
 
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
         return Tensor(alibi(n_head, n_q, n_k), dtype=dtype, name="alibi")
@@ -138,7 +135,6 @@ class Relative(Position):
     bidirectional: bool = True
 
     name = "relative"
-    notation = "relative"
 
     def __post_init__(self) -> None:
         self.weight: Tensor | None = None  # (num_buckets, H)
@@ -155,8 +151,7 @@ class Relative(Position):
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
         offsets = np.arange(n_k) - np.arange(n_k - n_q, n_k)[:, None]
         buckets = relative_buckets(offsets, self.num_buckets, self.max_distance, self.bidirectional)
-        with self.scope():
-            return ops.transpose(ops.take(self.weight, buckets), axes=(2, 0, 1)).named("relative")
+        return ops.transpose(ops.take(self.weight, Tensor(buckets, name="buckets")), axes=(2, 0, 1)).named("relative")
 
 
 SCHEMES: dict[str, type[Position]] = {
@@ -214,10 +209,7 @@ def rotary(x: Any, positions: np.ndarray, base: float = 10000.0) -> Any:
     half = x.shape[-1] // 2
     angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
     heads = (1,) * (x.ndim - angles.ndim)  # all heads turn by the same angles
-    angles = angles.reshape(*angles.shape[:-2], *heads, *angles.shape[-2:])
-    cos, sin = (np.concatenate([f(angles), f(angles)], axis=-1).astype(x.dtype) for f in (np.cos, np.sin))
-    turned = ops.concat(-x[..., half:], x[..., :half], axis=-1)
-    return x * cos + turned * sin
+    return ops.rotate(x, angles=angles.reshape(*angles.shape[:-2], *heads, *angles.shape[-2:]))
 
 
 def alibi_slopes(n_head: int) -> np.ndarray:

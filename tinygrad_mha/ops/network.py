@@ -13,7 +13,7 @@ from tinygrad_mha.arguments import check_ids
 from tinygrad_mha.ops.elementary import clip, erf, exp, floating, ids_last, mean, sqrt, sum, tanh, where
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms_norm", "softmax"]
+__all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms_norm", "rotate", "softmax"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # Softmax and losses
@@ -230,7 +230,7 @@ def gelu_from_primitives(x, *, tanh):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Dropout
+# Dropout and rotation
 
 
 @primitive(kind="elementwise", roles=("operand", "mask"), formula=notation.write_dropout)
@@ -243,3 +243,17 @@ def dropout(x, keep_mask) -> Any:
 
 
 dropout.vjps(lambda g, y, x, keep_mask: g * keep_mask, lambda g, y, x, keep_mask: g * x)
+
+
+@primitive(kind="elementwise")
+def rotate(x, *, angles) -> np.ndarray:
+    """Rotate pairs of elements: element i of a row (..., d) is paired with i + d / 2, and turns by angles[..., i].
+
+    `angles` (..., d / 2) broadcasts with x. Rotary positions (arXiv:2104.09864) rotate queries and keys so.
+    """
+    cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+rotate.vjps(lambda g, y, x, angles: rotate(g, angles=-angles))  # the transpose of a rotation is its inverse

@@ -192,6 +192,7 @@ def named(y: Tensor, attention: AnyAttention) -> dict[str, Tensor]:
     if y.node is None or y.node.op is not ops.linear:
         raise TypeError("a walkthrough shows Y = Concat @ W_O; this attention makes its output in another way")
     wanted = {"X", "Concat", "Y"} | {name for head in heads_of(attention) for name in head if isinstance(name, str)}
+    wanted -= {head.alibi for head in heads_of(attention)}  # a bias is shown, but not followed
     found = {t.name: t for t in engine.toposort([y], everything=True) if t.name in wanted}
     outer = dict(zip(("W_O", "b_O"), y.node.inputs[1:], strict=True))  # whatever their owner calls them
     return found | {name: t for name, t in outer.items() if t is not None}
