@@ -49,7 +49,7 @@ class Replay:
         with np.load(Path(folder, "nanogpt-cpu-run", recording)) as arrays:
             self.recorded = dict(arrays)
         self.iterations = len(self.recorded["loss"])
-        self.model = GPT(CONFIG.model(tokenizer.vocab_size))
+        self.model = GPT(CONFIG.make_model_config(tokenizer.vocab_size))
         self.model.load_state_dict(self.weights("init"))
         self.optimizer = AdamW(decay_groups(self.model, CONFIG.weight_decay), betas=CONFIG.betas, weight_decay=0.0)
         self.iteration = 0

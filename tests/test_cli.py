@@ -80,7 +80,7 @@ def test_train_refuses_what_it_cannot_use(text, tmp_path, run, capsys):
     refused(capsys, "train", "--text", tmp_path / "empty", "--out", out)
     assert "n_layer" in refused(capsys, "train", "--text", text, "--out", out, "--set", "n_layers=2")
     assert "NAME=VALUE" in refused(capsys, "train", "--text", text, "--out", out, "--set", "n_layer")
-    assert "holds a run already" in refused(capsys, "train", "--text", text, "--out", run)
+    assert "contains a run already" in refused(capsys, "train", "--text", text, "--out", run)
     assert not out.exists()
 
 

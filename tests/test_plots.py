@@ -15,6 +15,7 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 from matplotlib import font_manager  # noqa: E402 (after the check that it is there)
 from matplotlib.text import Text  # noqa: E402
 
+from tinygrad_mha.training.report import running_mean  # noqa: E402
 from tinygrad_mha.viz import plots  # noqa: E402
 
 WORDS = ["the", "cat", "sat", "on", "mats"]
@@ -147,7 +148,7 @@ def test_several_runs_share_a_plot():
 def test_the_running_mean_is_that_of_the_values_around(rng):
     values = rng.standard_normal(23)
     for window in (1, 2, 5):
-        for i, mean in enumerate(plots.running_mean(values, window)):
+        for i, mean in enumerate(running_mean(values, window)):
             around = values[max(0, i - window // 2) : i - window // 2 + window]
             assert mean == pytest.approx(around.mean(), abs=1e-12)
 

@@ -18,17 +18,19 @@ import pytest
 import tinygrad_mha as tg
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays
-from tinygrad_mha.files.run_folder import find_latest as latest
+from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.nn import GPT, GPTConfig
-from tinygrad_mha.training import loop as training
-from tinygrad_mha.training.loop import (
+from tinygrad_mha.training import (
     DivergedError,
     Run,
     TrainConfig,
     accumulate,
-    draw_losses,
     load_trained,
+    loop,
     preset,
+    report,
+    run_state,
+    save_checkpoint,
     train,
 )
 
@@ -66,16 +68,16 @@ def contents(folder):
     return files
 
 
-CAN_DRAW = training.can_draw
+CAN_PLOT = report.can_plot
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
     """Neither a picture at the end of every run nor waiting for the disk: a killed process loses nothing that is
     written, only a dead machine does."""
-    training.can_draw, sync, os.fsync = lambda: False, os.fsync, lambda handle: None
+    report.can_plot, sync, os.fsync = lambda: False, os.fsync, lambda handle: None
     yield
-    training.can_draw, os.fsync = CAN_DRAW, sync
+    report.can_plot, os.fsync = CAN_PLOT, sync
 
 
 @pytest.fixture
@@ -112,16 +114,16 @@ def test_a_run_shorter_than_its_warmup_only_warms_up():
 
 
 def test_an_unknown_key_names_the_nearest_known_one():
-    with pytest.raises(ValueError, match=r"no 'learning_rat'; did you mean 'learning_rate'\?"):
-        TrainConfig.of({"learning_rat": 1e-3})
-    with pytest.raises(ValueError, match="no 'zzz'; it has n_layer, n_head"):
+    with pytest.raises(ValueError, match=r"no option 'learning_rat'; did you mean 'learning_rate'\?"):
+        TrainConfig(learning_rat=1e-3)
+    with pytest.raises(ValueError, match="no option 'zzz'; it has block_size, n_layer"):
         preset("tiny", zzz=1)
-    with pytest.raises(ValueError, match="no 'step'; did you mean 'steps'"):
+    with pytest.raises(ValueError, match="no option 'step'; did you mean 'steps'"):
         train("tiny", TEXT, step=3)
 
 
 def test_an_unknown_preset_names_those_that_exist():
-    with pytest.raises(ValueError, match="no configuration 'large'; there are tiny, cpu"):
+    with pytest.raises(ValueError, match="no preset 'large', expected one of tiny, cpu"):
         train("large", TEXT)
 
 
@@ -150,7 +152,43 @@ def test_a_width_that_the_heads_do_not_divide_is_refused():
 
 
 def test_a_configuration_survives_json():
-    assert TrainConfig.of(json.loads(json.dumps(dataclasses.asdict(SMALL)))) == SMALL
+    assert TrainConfig(**json.loads(json.dumps(SMALL.to_dict()))) == SMALL
+
+
+def test_a_configuration_is_printed_as_what_makes_it():
+    for config in (SMALL, preset("tiny", position="rotary", n_kv_head=2), preset("cpu")):
+        assert eval(repr(config)) == config
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GPTConfig) if field.name != "vocab_size"])
+def test_every_option_of_the_model_is_an_option_of_training(name):
+    """Flat when made, read, printed, saved and changed; the model gets it."""
+    value = getattr(SMALL, name)
+    assert SMALL.model_options[name] == value == SMALL.to_dict()[name]
+    assert f"{name}={value!r}" in repr(SMALL)
+    assert getattr(SMALL.make_model_config(11), name) == value
+    changed = {"block_size": 9, "n_layer": 3, "n_head": 3, "n_embd": 12, "n_inner": 5, "dropout": 0.5, "bias": True}
+    changed |= {"norm": "rms", "norm_first": False, "activation": "relu", "position": "alibi", "tie_weights": False}
+    changed |= {"n_kv_head": 1, "eps": 1e-3, "rope_base": 500.0}
+    for config in (
+        dataclasses.replace(SMALL, **{name: changed[name]}),
+        TrainConfig(**{**SMALL.to_dict(), name: changed[name]}),
+        preset("tiny", **{"n_embd": 24, "n_head": 2, name: changed[name]}),
+    ):
+        assert getattr(config, name) == getattr(config.make_model_config(11), name) == changed[name]
+
+
+def test_integers_of_numpy_are_integers_and_survive_json():
+    given = {"steps": np.int64(7), "n_layer": np.int32(3), "seed": np.uint8(5), "learning_rate": np.float32(0.5)}
+    config = TrainConfig(**given, betas=np.array([0.5, 0.75]))
+    assert (config.steps, config.n_layer, config.seed, config.learning_rate, config.betas) == (
+        7,
+        3,
+        5,
+        0.5,
+        (0.5, 0.75),
+    )
+    assert TrainConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
 # ----------------------------------------------------------------------------------------------------------- one step
@@ -270,7 +308,7 @@ def test_evaluation_is_without_dropout_and_the_same_every_time():
     assert run.evaluate() == first
     assert run.model.training
     run.model.eval()
-    batches = run._windows("validation", run.validation_ids, training.EVALUATION)
+    batches = run._make_batches("validation", run.validation_ids, run_state.EVALUATION)
     assert first == pytest.approx(np.mean([run.model.loss(*next(batches)).item() for _ in range(2)]), rel=1e-12)
 
 
@@ -301,11 +339,11 @@ def test_a_finished_run_keeps_one_whole_checkpoint(uninterrupted):
     files = set(contents(uninterrupted))
     whole = {"state.json", "model.safetensors", "optimizer.safetensors", "characters.json"}
     assert files == {"LATEST", "log.csv", "samples.csv"} | {f"step-11/{name}" for name in whole}
-    assert latest(uninterrupted) == uninterrupted / "step-11"
+    assert find_latest(uninterrupted) == uninterrupted / "step-11"
 
 
 def test_a_checkpoint_is_json_and_safetensors_and_nothing_else(uninterrupted):
-    for path in latest(uninterrupted).iterdir():
+    for path in find_latest(uninterrupted).iterdir():
         if path.suffix == ".safetensors":
             assert all(a.dtype == np.float32 for a in load_arrays(path).values())
         else:
@@ -322,7 +360,7 @@ def test_a_run_interrupted_after_any_step_resumes_bit_for_bit(tmp_path, uninterr
     run = small(tmp_path, show=interrupt)
     assert run.interrupted
     assert run.step == stop
-    assert latest(tmp_path).name == f"step-{stop}"
+    assert find_latest(tmp_path).name == f"step-{stop}"
     again = small(tmp_path, resume=True)
     assert not again.interrupted
     assert contents(tmp_path) == contents(uninterrupted)
@@ -381,7 +419,7 @@ def test_a_second_interruption_acts_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         small(tmp_path, show=interrupt_twice)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert latest(tmp_path).name == "step-3"
+    assert find_latest(tmp_path).name == "step-3"
 
 
 def test_an_ignored_interruption_stays_ignored():
@@ -408,8 +446,8 @@ import os, resource, shutil, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_training import SMALL, TEXT, contents, small
-import builtins, tinygrad_mha.training.loop
-tinygrad_mha.training.loop.can_draw, os.fsync = lambda: False, lambda handle: None
+import builtins, tinygrad_mha.training.report
+tinygrad_mha.training.report.can_plot, os.fsync = lambda: False, lambda handle: None
 
 # One step: an evaluation, a sample, a row, and a checkpoint that takes the place of the one before.
 SHORT = {"steps": 1, "eval_interval": 1, "eval_batches": 1, "sample_interval": 1, "sample_tokens": 1}
@@ -508,8 +546,8 @@ def test_a_process_killed_at_random_moments_resumes_bit_for_bit(tmp_path):
         import sys
         from pathlib import Path
         sys.path.insert(0, sys.argv[1])
-        from test_training import small, training
-        training.can_draw = lambda: False
+        from test_training import report, small
+        report.can_plot = lambda: False
         small(Path(sys.argv[2]), resume=True, show="json", **{options})
     """)
     draw, kills = random.Random(1), 0
@@ -533,7 +571,7 @@ def test_a_process_killed_at_random_moments_resumes_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("fails_at", range(1, 8))
 def test_a_failing_replace_keeps_the_old_checkpoint_and_is_reported(tmp_path, monkeypatch, fails_at):
     run = Run(SMALL, TEXT, folder=tmp_path)
-    training.begin_folder(run)
+    loop.create_folder(run)
     run.update()
     before = {name: data for name, data in contents(tmp_path).items() if name.startswith(("LATEST", "step-0/"))}
     left, replace = [fails_at], os.replace
@@ -546,25 +584,25 @@ def test_a_failing_replace_keeps_the_old_checkpoint_and_is_reported(tmp_path, mo
 
     monkeypatch.setattr(os, "replace", failing)
     if fails_at > 6:  # one for each of four files, one for the folder, one for LATEST
-        run.save()
-        assert latest(tmp_path).name == "step-1"
+        save_checkpoint(run)
+        assert find_latest(tmp_path).name == "step-1"
     else:
         with pytest.raises(OSError, match="no space left"):
-            run.save()
+            save_checkpoint(run)
         after = contents(tmp_path)
         assert {name: after[name] for name in before} == before
-        assert latest(tmp_path).name == "step-0"
+        assert find_latest(tmp_path).name == "step-0"
         assert not [name for name in after if ".tmp" in name]
     monkeypatch.undo()
     small(tmp_path, resume=True)
-    assert latest(tmp_path).name == "step-11"
+    assert find_latest(tmp_path).name == "step-11"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "characters.json"])
 @pytest.mark.parametrize("length", [0, 7, 0.5, -1, None])
 def test_a_truncated_or_missing_file_of_a_checkpoint_is_refused_by_name(tmp_path, name, length):
     small(tmp_path, steps=1)
-    path = latest(tmp_path) / name
+    path = find_latest(tmp_path) / name
     whole = path.read_bytes()
     if length is None:
         path.unlink()
@@ -584,8 +622,8 @@ def test_a_truncated_or_missing_file_of_a_checkpoint_is_refused_by_name(tmp_path
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     small(tmp_path / "a", steps=1)
     small(tmp_path / "b", steps=1, n_embd=10)
-    (latest(tmp_path / "a") / "model.safetensors").write_bytes(
-        (latest(tmp_path / "b") / "model.safetensors").read_bytes()
+    (find_latest(tmp_path / "a") / "model.safetensors").write_bytes(
+        (find_latest(tmp_path / "b") / "model.safetensors").read_bytes()
     )
     with pytest.raises(CheckpointError, match=r"model.safetensors.*expected \(\d+, 6\)"):
         small(tmp_path / "a", resume=True)
@@ -594,8 +632,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_an_optimizer_of_another_model_is_refused(tmp_path):
     small(tmp_path / "a", steps=1)
     small(tmp_path / "b", steps=1, n_embd=10)
-    (latest(tmp_path / "a") / "optimizer.safetensors").write_bytes(
-        (latest(tmp_path / "b") / "optimizer.safetensors").read_bytes()
+    (find_latest(tmp_path / "a") / "optimizer.safetensors").write_bytes(
+        (find_latest(tmp_path / "b") / "optimizer.safetensors").read_bytes()
     )
     with pytest.raises(CheckpointError, match=r"does not belong to this run.*expected"):
         small(tmp_path / "a", resume=True)
@@ -613,20 +651,20 @@ def test_another_text_is_refused(tmp_path):
     small(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match=r"another text: 1035 characters.*now 1034"):
         small(tmp_path, text=TEXT[:-1], resume=True)
-    with pytest.raises(ValueError, match="hand it over again"):
+    with pytest.raises(ValueError, match="pass it again"):
         train(folder=tmp_path, resume=True, show="quiet")
 
 
 def test_fewer_steps_than_there_were_are_refused(tmp_path):
     small(tmp_path, steps=3)
-    with pytest.raises(ValueError, match="3 steps behind it, more than the 2"):
+    with pytest.raises(ValueError, match="taken 3 steps, more than the 2"):
         small(tmp_path, resume=True, steps=2)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
     small(tmp_path, steps=1)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match="holds a run already, at step-1: resume it, or choose another folder"):
+    with pytest.raises(ValueError, match="contains a run already, at step-1: resume it, or choose another folder"):
         small(tmp_path)
     assert contents(tmp_path) == before
 
@@ -649,14 +687,14 @@ def test_a_latest_that_names_nothing_is_refused(tmp_path, content):
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(OSError, match=r"cannot keep the run in this folder.*file"):
+        with pytest.raises(OSError, match=r"cannot write the run to this folder.*file"):
             small(folder)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="whoever may do everything is refused nothing")
 def test_a_read_only_folder_is_refused_at_once(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError, match="cannot keep the run"):
+    with pytest.raises(PermissionError, match="cannot write the run"):
         small(tmp_path / "run")
 
 
@@ -704,23 +742,23 @@ def test_a_run_that_really_diverges_stops_without_warnings():
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
     run = Run(SMALL, TEXT, folder=tmp_path)
-    training.begin_folder(run)
+    loop.create_folder(run)
     run.update()
     run.model.parameters()[0].data[0, 0] = math.inf
     with pytest.raises(DivergedError, match=r"a weight is inf or nan"):
-        run.save()
-    assert latest(tmp_path).name == "step-0"
+        save_checkpoint(run)
+    assert find_latest(tmp_path).name == "step-0"
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="/proc tells what a handle stands for")
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     run = Run(SMALL, TEXT, folder=tmp_path)
-    training.begin_folder(run)
+    loop.create_folder(run)
     run.update()
     done, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name))
     monkeypatch.setattr(os, "replace", lambda old, new: (done.append(f"-> {Path(new).name}"), replace(old, new)))
-    run.save()
+    save_checkpoint(run)
     before = done[: done.index("-> LATEST")]
     synced = [name for name in before if not name.startswith("->")]
     for name in ("model.safetensors", "optimizer.safetensors", "state.json", "characters.json"):
@@ -732,7 +770,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypat
 
 def test_a_run_without_folder_cannot_be_saved():
     with pytest.raises(ValueError, match="no folder"):
-        Run(SMALL, TEXT).save()
+        save_checkpoint(Run(SMALL, TEXT))
 
 
 # -------------------------------------------------------------------------------------------------------- using a run
@@ -746,7 +784,7 @@ def test_a_trained_model_comes_back_with_its_tokenizer(tmp_path):
     ids = tokenizer.encode("the lazy")[None, :7]
     with tg.no_grad():
         assert np.array_equal(model(ids).numpy(), run.model.eval()(ids).numpy())
-    again, _ = load_trained(latest(tmp_path))
+    again, _ = load_trained(find_latest(tmp_path))
     assert np.array_equal(again.parameters()[0].numpy(), model.parameters()[0].numpy())
 
 
@@ -803,12 +841,12 @@ def test_an_unknown_way_to_show_is_refused(tmp_path):
 
 def test_the_loss_curve_is_drawn_where_matplotlib_is(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(training, "can_draw", CAN_DRAW)
+    monkeypatch.setattr(report, "can_plot", CAN_PLOT)
     small(tmp_path / "with", steps=2)
     assert (tmp_path / "with" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    draw_losses([], tmp_path / "empty.png")
+    report.save_loss_plot([], tmp_path / "empty.png")
     assert (tmp_path / "empty.png").exists()
-    monkeypatch.setattr(training, "can_draw", lambda: False)
+    monkeypatch.setattr(report, "can_plot", lambda: False)
     small(tmp_path / "without", steps=2)
     assert not (tmp_path / "without" / "loss.png").exists()
 

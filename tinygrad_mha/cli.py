@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import importlib.util
 import inspect
 import json
@@ -28,7 +27,8 @@ from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
-from tinygrad_mha.training import PRESETS, DivergedError, TrainConfig, load_trained, train
+from tinygrad_mha.training import PRESETS, DivergedError, load_trained, train
+from tinygrad_mha.training.config import list_option_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def add_train(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="any other field of the configuration: " + ", ".join(f.name for f in dataclasses.fields(TrainConfig)),
+        help="any other field of the configuration: " + ", ".join(list_option_names()),
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in DIR, or begin it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but the result")

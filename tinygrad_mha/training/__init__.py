@@ -1,14 +1,9 @@
 """Training a GPT on a text, with logs, checkpoints and exact resume."""
 
-from tinygrad_mha.training.loop import (
-    PRESETS,
-    DivergedError,
-    Run,
-    TrainConfig,
-    accumulate,
-    load_trained,
-    preset,
-    train,
-)
+from tinygrad_mha.training.config import PRESETS, TrainConfig, preset
+from tinygrad_mha.training.loop import train
+from tinygrad_mha.training.resume import load_trained, save_checkpoint
+from tinygrad_mha.training.run_state import DivergedError, Run, accumulate
 
-__all__ = ["PRESETS", "DivergedError", "Run", "TrainConfig", "accumulate", "load_trained", "preset", "train"]
+__all__ = ["PRESETS", "DivergedError", "Run", "TrainConfig", "accumulate", "load_trained", "preset", "save_checkpoint"]
+__all__ += ["train"]

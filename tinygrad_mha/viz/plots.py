@@ -25,6 +25,7 @@ from tinygrad_mha.nn.gpt import GPTTrace
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.multihead import AttentionTrace
 from tinygrad_mha.tensors import plain
+from tinygrad_mha.training.report import draw_losses
 from tinygrad_mha.viz.diagram.heat import ABSENT, INK, PALETTES
 
 try:
@@ -179,27 +180,13 @@ def plot_losses(runs: Any, path: str | os.PathLike[str] | None = None) -> Plot:
         >>> plot_losses([{"step": 0, "loss": 4.2}, {"step": 1, "loss": 3.9}]).axes[0].get_xlabel()
         'step'
     """
-    figure = blank(7, 4)
-    axes = figure.subplots()
-    several = isinstance(runs, Mapping)
-    for i, (label, run) in enumerate((runs if several else {"": runs}).items()):
-        rows, colour = rows_of(run), f"C{i}" if several else BLUE
-        prefix = f"{label}, " if label else ""
-        steps, losses = column(rows, "loss")
-        if not len(steps) and not len(column(rows, "validation_loss")[0]):
+    several = runs.items() if isinstance(runs, Mapping) else [("", runs)]
+    rows = {label: rows_of(run) for label, run in several}
+    for label, lines in rows.items():
+        if not any("loss" in line or "validation_loss" in line for line in lines):
             raise ValueError(f"there is no loss to plot{f' in {label!r}' if label else ''}: the run has no step yet")
-        axes.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.35)
-        window = max(1, len(losses) // 50)
-        axes.plot(steps, running_mean(losses, window), color=colour, linewidth=1.4, label=f"{prefix}training")
-        steps, losses = column(rows, "validation_loss")
-        if len(steps):
-            style, colour = ("o--", colour) if several else ("o-", ORANGE)
-            axes.plot(steps, losses, style, color=colour, markersize=4, linewidth=1.2, label=f"{prefix}validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    figure = blank(7, 4)
+    draw_losses(figure.subplots(), rows)
     return finished(figure, path)
 
 
@@ -221,21 +208,6 @@ def rows_of(run: Any) -> list[dict[str, Any]]:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
     except ValueError as error:
         raise ValueError(f"{path} holds something else than numbers: {error}") from error
-
-
-def column(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that have a value of this name, and these values."""
-    pairs = [(row["step"], row[name]) for row in rows if name in row]
-    steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
-    return steps, values
-
-
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the `window` values around each one, of fewer at both ends."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    middle = np.arange(len(values))
-    first, last = np.maximum(middle - window // 2, 0), np.minimum(middle + (window + 1) // 2, len(values))
-    return (sums[last] - sums[first]) / (last - first)
 
 
 def plot_gradient_norms(model: Module, path: str | os.PathLike[str] | None = None) -> Plot:

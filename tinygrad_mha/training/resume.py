@@ -1,0 +1,181 @@
+"""Checkpoints of a run: writing and reading them, resuming a run, and opening a trained model.
+
+A checkpoint contains the weights, the optimizer state, the states of all random generators, the tokenizer and the
+configuration, as safetensors and JSON. On one machine, with the same versions and number of threads, a resumed run is
+equal bit for bit to a run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.data import Tokenizer, load_tokenizer
+from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
+from tinygrad_mha.files.run_folder import find_latest, remove_others, write_checkpoint
+from tinygrad_mha.nn import GPT
+from tinygrad_mha.training.config import TrainConfig, preset
+from tinygrad_mha.training.run_state import Run
+from tinygrad_mha.training.source import open_text, reopen_text
+
+__all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "reopen", "save_checkpoint"]
+
+# Options that a resumed run may change: its length, and how often it is observed.
+CHANGEABLE = ("steps", "eval_interval", "eval_batches", "sample_interval", "sample_tokens", "checkpoint_interval")
+
+
+def save_checkpoint(run: Run) -> Path:
+    """Write a checkpoint and remove the previous one when it is complete. Returns its folder.
+
+    Raises:
+        ValueError: the run has no folder.
+        DivergedError: a weight is inf or nan. The previous checkpoint stays.
+        OSError: it cannot be written. The previous checkpoint stays.
+    """
+    if run.folder is None:
+        raise ValueError("this run has no folder to save into")
+    if not all(np.isfinite(p.data).all() for p in run.optimizer.parameters):
+        raise run.diverged("a weight is inf or nan")
+    run.log.sync()
+    run.samples.sync()
+    return write_checkpoint(run.folder, run.step, lambda folder: write_state(run, folder))
+
+
+def write_state(run: Run, folder: Path) -> None:
+    """Write all files of a checkpoint into `folder`."""
+    saved = run.optimizer.state_dict()
+    arrays: dict[str, np.ndarray] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, state in zip(list_parameter_names(run), saved["state"], strict=True):
+        numbers[name] = {key: value for key, value in state.items() if not isinstance(value, np.ndarray)}
+        arrays |= {f"{name}.{key}": value for key, value in state.items() if key not in numbers[name]}
+    run.model.save(folder / "model.safetensors")
+    save_arrays(folder / "optimizer.safetensors", arrays)
+    run.tokenizer.save(folder)
+    state = {
+        "step": run.step,
+        "config": run.config.to_dict(),
+        "text": run.source.describe(),
+        "data": run.batches.state_dict(),
+        "generators": {name: rng.bit_generator.state for name, rng in run.model.generators().items()},
+        "optimizer": {"groups": saved["groups"], "state": numbers},
+    }
+    write_json(folder / "state.json", state)
+
+
+def load_checkpoint(run: Run, checkpoint: Path) -> None:
+    """Restore the state of a run with the same configuration and text.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
+    """
+    state = read_json(checkpoint / "state.json")
+    run.model.load(checkpoint / "model.safetensors")
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    for path, array in load_arrays(checkpoint / "optimizer.safetensors").items():
+        name, _, key = path.rpartition(".")
+        arrays.setdefault(name, {})[key] = array
+    try:
+        numbers = state["optimizer"]["state"]
+        states = [numbers[name] | arrays.get(name, {}) for name in list_parameter_names(run)]
+        run.optimizer.load_state_dict({"groups": state["optimizer"]["groups"], "state": states})
+        run.batches.load_state_dict(state["data"])
+        for name, generator in run.model.generators().items():
+            generator.bit_generator.state = state["generators"][name]
+        run.step = state["step"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} does not belong to this run: {error!r}") from error
+    run.log.rewind(run.step)
+    run.samples.rewind(run.step)
+
+
+def list_parameter_names(run: Run) -> list[str]:
+    """The names of the optimizer's parameters, in its order."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    return [names[id(p)] for p in run.optimizer.parameters]
+
+
+def read_config(checkpoint: Path) -> tuple[dict[str, Any], TrainConfig]:
+    """The content of state.json, and the configuration in it."""
+    path = checkpoint / "state.json"
+    if not path.exists():
+        raise CheckpointError(f"{checkpoint} is no checkpoint of a run: it contains no state.json")
+    state = read_json(path)
+    try:
+        return state, TrainConfig(**state["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not the state of a run: {error!r}") from error
+
+
+def reopen(
+    checkpoint: Path,
+    config: TrainConfig | str | None,
+    text: str | Path | None,
+    tokenizer: Tokenizer | None,
+    changes: dict[str, Any],
+) -> Run:
+    """The run at a checkpoint. The arguments are those of `train`; only CHANGEABLE options may differ.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another configuration or text.
+        ValueError: fewer steps than the run has taken, or a text that must be given again.
+    """
+    state, stored = read_config(checkpoint)
+    config = combine_configs(stored, config, changes)
+    options = config.to_dict()
+    differing = [
+        f"{name} is {value!r}, not {options[name]!r}"
+        for name, value in stored.to_dict().items()
+        if name not in CHANGEABLE and options[name] != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint} has another configuration: {'; '.join(differing)}. Leave these options out to resume it, or "
+            f"choose another folder; only {', '.join(CHANGEABLE)} may change"
+        )
+    try:
+        step, described = state["step"], state["text"]
+        source = reopen_text(described["source"]) if text is None else open_text(text)
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint / 'state.json'} is not the state of a run: it lacks {error}") from error
+    if config.steps < step:
+        raise ValueError(f"{checkpoint} has taken {step} steps, more than the {config.steps} requested")
+    found = source.describe()
+    if found["sha256"] != described["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint} was trained on another text: {described['characters']} characters, SHA-256 "
+            f"{described['sha256']}; now {found['characters']}, {found['sha256']}"
+        )
+    run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent)
+    load_checkpoint(run, checkpoint)
+    remove_others(checkpoint.parent, checkpoint)
+    return run
+
+
+def combine_configs(stored: TrainConfig, config: TrainConfig | str | None, changes: dict[str, Any]) -> TrainConfig:
+    """The configuration requested for a resumed run. The CHANGEABLE options of a preset do not count as requested."""
+    if isinstance(config, str):
+        chosen = preset(config).to_dict()
+        changes = {name: value for name, value in chosen.items() if name not in CHANGEABLE} | changes
+    return replace(config if isinstance(config, TrainConfig) else stored, **changes)
+
+
+def load_trained(folder: str | os.PathLike[str]) -> tuple[GPT, Tokenizer]:
+    """Open the model, in eval mode, and the tokenizer of the latest checkpoint of a run.
+
+    Args:
+        folder: the folder of the run, or of one checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = find_latest(folder) or Path(folder)
+    _, config = read_config(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    model = GPT(config.make_model_config(tokenizer.vocab_size))
+    model.load(checkpoint / "model.safetensors")
+    return model.eval(), tokenizer
