@@ -14,6 +14,7 @@ import numpy as np
 
 from tinygrad_mha import engine, modes, ops, transforms
 from tinygrad_mha.arguments import as_ids
+from tinygrad_mha.decoding import count_multiply_adds
 from tinygrad_mha.nn import GPT, CausalSelfAttention, KVCache, MultiHeadAttention
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
@@ -262,8 +263,8 @@ def decoded(attention: AnyAttention, x: np.ndarray, y: np.ndarray) -> list[Json]
                     "computed": list(range(before, cache.length)),
                     "cached": list(range(before)),
                     "read": cache.length,
-                    "products": multiply_adds(row),
-                    "products_without": multiply_adds(whole),
+                    "products": count_multiply_adds(row),
+                    "products_without": count_multiply_adds(whole),
                     "difference": finite(np.abs(row.numpy()[0] - y[t]).max()),
                 }
             )
@@ -273,9 +274,3 @@ def decoded(attention: AnyAttention, x: np.ndarray, y: np.ndarray) -> list[Json]
 def finite(number: Any) -> float | None:
     """As JSON has it, which knows no infinity."""
     return float(number) if np.isfinite(number) else None
-
-
-def multiply_adds(y: Tensor) -> int:
-    """How many multiplications (each with an addition) the matrix products took that made a recorded `y`."""
-    made = (t for t in engine.toposort([y], everything=True) if t.node is not None)
-    return sum(t.size * t.node.arrays[0].shape[-1] for t in made if t.node.op in (ops.matmul, ops.linear))
