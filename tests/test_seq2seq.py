@@ -397,8 +397,10 @@ def test_dropout_is_active_in_training_mode_only():
     model = transformer(dropout=0.5)
     a, b = (model(SRC, TGT[:, :-1]).numpy() for _ in range(2))
     assert np.abs(a - b).max() > 1e-3
-    first, second = ([row.tolist() for row in model.generate(SRC, max_new_tokens=6)] for _ in range(2))
-    assert first == second
+    for beam in (1, 3):
+        first, second = ([row.tolist() for row in model.generate(SRC, beam, max_new_tokens=6)] for _ in range(2))
+        assert first == second
+    assert model.search(SRC[0]).nodes == model.search(SRC[0]).nodes
     model.eval()
     np.testing.assert_array_equal(model(SRC, TGT[:, :-1]).numpy(), model(SRC, TGT[:, :-1]).numpy())
 
