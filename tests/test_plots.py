@@ -16,7 +16,8 @@ from matplotlib import font_manager  # noqa: E402 (after the check that it is th
 from matplotlib.text import Text  # noqa: E402
 
 from tinygrad_mha.training.report import running_mean  # noqa: E402
-from tinygrad_mha.viz import plots  # noqa: E402
+from tinygrad_mha.viz.diagram import heat  # noqa: E402
+from tinygrad_mha.viz.plots import attention_weights, figures, layer_predictions  # noqa: E402
 
 WORDS = ["the", "cat", "sat", "on", "mats"]
 
@@ -49,7 +50,7 @@ def test_a_heatmap_shows_the_weights_and_names_of_one_head(rng):
     plot = tg.viz.heatmap(weights, WORDS)
     assert np.array_equal(image(plot), weights)
     assert labels(plot.axes[0].xaxis) == labels(plot.axes[0].yaxis) == WORDS
-    assert f"{weights[3, 1]:.2f}" in texts(plot)
+    assert heat.write_value(weights[3, 1]) in texts(plot)
 
 
 def test_a_heatmap_has_a_panel_for_each_head_and_a_line_for_each_layer(rng):
@@ -68,17 +69,17 @@ def test_traces_of_an_attention_and_of_a_gpt_are_taken(model, rng):
     mha = tg.nn.MultiHeadAttention(5, n_head=2, rng=0)
     x = rng.standard_normal((1, 5, 5)).astype(np.float32)
     _, trace = mha(x, causal=True, trace=True)
-    assert np.array_equal(plots.weights_of(trace)[0], trace.weights.data[0])
+    assert np.array_equal(attention_weights.as_weights(trace)[0], trace.weights.data[0])
     _, trace = model(rng.integers(0, 13, 7), trace=True)
-    stack = plots.weights_of(trace)
+    stack = attention_weights.as_weights(trace)
     assert stack.shape == (3, 2, 7, 7)
     assert np.array_equal(stack[2], trace.attention[2].weights.data)
 
 
 def test_what_is_no_number_is_black_and_a_gap_white():
-    colours = plots.palette("attention")
-    assert colours(np.nan) == matplotlib.colors.to_rgba(plots.INK)
-    assert colours(plots.GAP) == (1, 1, 1, 1)
+    colours = figures.make_colormap("attention")
+    assert colours(np.nan) == matplotlib.colors.to_rgba(heat.INK)
+    assert colours(attention_weights.GAP) == (1, 1, 1, 1)
     tg.viz.heatmap(np.full((2, 2), np.nan))
 
 
@@ -156,10 +157,10 @@ def test_the_running_mean_is_that_of_the_values_around(rng):
 def test_a_file_that_is_no_log_is_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"other\.csv is no log of a run: .* found \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"other\.csv is not the log of a run: .* found \['a', 'b'\]"):
         tg.viz.plot_losses(path)
     path.write_text("step,loss\n0,high\n")
-    with pytest.raises(ValueError, match=r"other\.csv holds something else than numbers"):
+    with pytest.raises(ValueError, match=r"other\.csv holds something other than numbers"):
         tg.viz.plot_losses(path)
     path.write_text("step,loss\n")
     with pytest.raises(ValueError, match="no loss to plot"):
@@ -190,7 +191,7 @@ def test_gradient_norms_are_those_of_each_layer(model, rng):
 def test_the_last_line_of_the_lens_is_what_the_model_says(rng, norm_first):
     config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm_first=norm_first)
     model, ids = tg.nn.GPT(config), rng.integers(0, 13, 7)
-    likely, probability = plots.lens(model, ids)
+    likely, probability = layer_predictions.predict_from_layers(model, ids)
     assert likely.shape == probability.shape == (4, 7)
     said = tg.ops.softmax(model(ids)).numpy()
     assert np.array_equal(likely[-1], said.argmax(axis=-1))
@@ -203,7 +204,7 @@ def test_the_lens_names_tokens_and_layers(model):
     plot = tg.viz.plot_logit_lens(model, ids[None], tokenizer)
     assert labels(plot.axes[0].yaxis) == ["embedding", "block 0", "block 1", "block 2"]
     assert labels(plot.axes[0].xaxis) == ["b", "a", "d", "⏎"]
-    likely, probability = plots.lens(model, ids)
+    likely, probability = layer_predictions.predict_from_layers(model, ids)
     cells = [text.get_text() for text in plot.axes[0].texts]
     assert cells == [tokenizer.decode([i]).replace("\n", "⏎") for i in likely.ravel()]
     np.testing.assert_allclose(image(plot), probability)
@@ -227,9 +228,9 @@ def test_a_plot_is_written_in_the_format_of_its_suffix_or_not_at_all(tmp_path):
 
 
 def test_chinese_is_written_in_a_font_that_has_it(tmp_path):
-    wanted = {name.strip() for name in plots.CHINESE_FONTS.split(",")}
+    wanted = {name.strip() for name in figures.CHINESE_FONTS.split(",")}
     installed = {font.name for font in font_manager.fontManager.ttflist}
-    if not wanted & (installed | set(plots.families("猫")[-1:])):
+    if not wanted & (installed | set(figures.choose_fonts("猫")[-1:])):
         pytest.skip("no font with Chinese characters is installed")
     plot = tg.viz.heatmap(np.eye(2), ["猫", "坐"])
     assert plot.axes[0].get_yticklabels()[0].get_fontfamily()[-1] in wanted
@@ -237,7 +238,7 @@ def test_chinese_is_written_in_a_font_that_has_it(tmp_path):
 
 
 def test_without_a_chinese_font_a_hint_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(plots, "CHINESE_FONTS", "No Such Font")
+    monkeypatch.setattr(figures, "CHINESE_FONTS", "No Such Font")
     with pytest.warns(UserWarning, match="no font with Chinese characters was found.*No Such Font"):
         tg.viz.heatmap(np.eye(1), ["猫"])
     with warnings.catch_warnings():

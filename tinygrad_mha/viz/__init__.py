@@ -1,4 +1,4 @@
-"""See it: graphs of a run with shapes, values and gradients in the boxes; a walk through attention; plots."""
+"""Pictures: graphs of a run with shapes, values and gradients in the boxes, a page on attention, and plots."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ __all__ += ["heatmap", "plot_gradient_norms", "plot_logit_lens", "plot_losses"]
 
 
 def __getattr__(name: str) -> Any:
-    """Open `plots` when the first one is asked for: it imports matplotlib, which takes longer than all of us."""
+    """Import the plots when the first one is asked for: matplotlib takes longer to import than this package."""
     if name in __all__:
         return getattr(import_module("tinygrad_mha.viz.plots"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
