@@ -56,9 +56,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Settings of GPT-2 that change what is computed, and the only value of each that is supported.
 FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
-# Settings of a `GPTConfig` that these formats can express; every other one must have its default value.
-EXPRESSED = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner", "dropout", "bias", "norm_first"}
-EXPRESSED |= {"activation", "tie_weights", "eps"}
+# Settings of a `GPTConfig` and their names in config.json.
+KEYS = {"vocab_size": "vocab_size", "block_size": "n_positions", "n_layer": "n_layer", "n_head": "n_head"}
+KEYS |= {"n_embd": "n_embd", "n_inner": "n_inner", "dropout": "resid_pdrop", "eps": "layer_norm_epsilon"}
+KEYS |= {"tie_weights": "tie_word_embeddings"}
+# Those that are expressed in other ways. Every other setting must have its default value.
+EXPRESSED = {*KEYS, "bias", "norm_first", "activation"}
 
 
 def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -93,19 +96,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     rates = {key: values[key] for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
     if len(set(rates.values())) > 1:
         warnings.warn(f"{path} has several dropout rates, {rates}; ours has one: resid_pdrop", stacklevel=4)
-    return {
-        "vocab_size": values["vocab_size"],
-        "block_size": values["n_positions"],
-        "n_layer": values["n_layer"],
-        "n_head": values["n_head"],
-        "n_embd": values["n_embd"],
-        "n_inner": values["n_inner"],
-        "dropout": rates["resid_pdrop"],
-        "norm_first": kind == "gpt2",
-        "activation": ACTIVATIONS[kind][activation],
-        "tie_weights": values["tie_word_embeddings"],
-        "eps": values["layer_norm_epsilon"],
-    }
+    settings = {ours: values[theirs] for ours, theirs in KEYS.items()}
+    return {**settings, "norm_first": kind == "gpt2", "activation": ACTIVATIONS[kind][activation]}
 
 
 def rename(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -169,23 +161,8 @@ def their_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
         wrong.append(f"n_inner = {inner}, not 4 n_embd")
     if wrong:
         raise ValueError(f"a Hugging Face {kind!r} folder cannot hold this GPT: {'; '.join(wrong)}. Use save(path)")
-    theirs = {
-        "model_type": kind,
-        "architectures": [ARCHITECTURES[kind]],
-        "vocab_size": config["vocab_size"],
-        "n_positions": config["block_size"],
-        "n_embd": width,
-        "n_layer": config["n_layer"],
-        "n_head": config["n_head"],
-        "layer_norm_epsilon": config["eps"],
-        "embd_pdrop": config["dropout"],
-        "attn_pdrop": config["dropout"],
-        "resid_pdrop": config["dropout"],
-        "tie_word_embeddings": config["tie_weights"],
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "activation_function" if kind == "gpt2" else "afn": names[config["activation"]],
-    }
-    if kind == "gpt2":
-        theirs["n_inner"] = inner
+    theirs = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "bos_token_id": None, "eos_token_id": None}
+    theirs |= {their_key: config[key] for key, their_key in KEYS.items() if kind == "gpt2" or key != "n_inner"}
+    theirs |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), config["dropout"])
+    theirs["activation_function" if kind == "gpt2" else "afn"] = names[config["activation"]]
     return kind, theirs

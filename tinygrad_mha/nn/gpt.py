@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability, is_number
 from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
-from tinygrad_mha.nn.cache import CachedLayer, KVCache
+from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module
@@ -148,6 +148,15 @@ class GPTTrace(NamedTuple):
     final: Tensor  # the input of the head: hidden[-1], after ln_f if there is one
 
 
+class GPTOptions(TypedDict, total=False):
+    """Keywords of a call of `GPT`, for type checkers."""
+
+    positions: Any
+    key_allow: Any
+    last_only: bool
+    edit: Edit | None
+
+
 class CausalSelfAttention(Module):
     """Multi-head attention as GPT-2 stores it: W_Q, W_K and W_V side by side in one matrix c_attn, W_O in c_proj."""
 
@@ -165,34 +174,25 @@ class CausalSelfAttention(Module):
         self.c_proj = Linear(width, width, config.bias, residual_std(config), rng)
         self.c_attn.weight.name, self.c_proj.weight.name = "W_QKV", "W_O"
 
-    def forward(
-        self,
-        x: Any,
-        cache: KVCache | CachedLayer | None = None,
-        positions: Any = None,
-        key_allow: Any = None,
-        edit: Edit | None = None,
-    ) -> Tensor:
-        """(T, C) or (B, T, C) -> the same shape; arguments as in `MultiHeadAttention`."""
+    def forward(self, x: Any, positions: Any = None, **options: Any) -> Tensor:
+        """(T, C) or (B, T, C) -> the same shape; `options` are cache, key_allow and edit of `MultiHeadAttention`."""
         x = check_rows(x, self.d_model, positions)
-        start_k, start_v = self._starts()
-        q, k, v = ops.split(self.c_attn(x), [start_k, start_v], axis=-1)
+        q, k, v = ops.split(self.c_attn(x), list(self._starts()), axis=-1)
         q, k, v = split_heads(q, self.n_head), split_heads(k, self.n_kv_head), split_heads(v, self.n_kv_head)
-        options = {"cache": cache, "positions": positions, "key_allow": key_allow, "edit": edit}
-        return self.c_proj(self.heads.attend(q, k, v, causal=True, **options))
+        return self.c_proj(self.heads.attend(q, k, v, positions=positions, causal=True, **options))
 
     def per_head(self, x: Any, positions: Any = None, key_allow: Any = None) -> Tensor:
         """The same result one head at a time, every matrix named; see `MultiHeadAttention.per_head`."""
         with self.scope():
             x = check_rows(x, self.d_model, positions)
-            options = {"positions": positions, "key_allow": key_allow}
-            concat = self.heads.attend_per_head(x, x, self.projections(), self.d_k, self.d_v, causal=True, **options)
+            weight, bias, (start_k, start_v) = self.c_attn.weight, self.c_attn.bias, self._starts()
+            projections = (
+                Projection("Q", weight, bias, self.d_k),
+                Projection("K", weight, bias, self.d_k, start_k),
+                Projection("V", weight, bias, self.d_k, start_v),
+            )
+            concat = self.heads.attend_per_head(x, x, projections, positions, key_allow=key_allow, causal=True)
             return self.c_proj(concat).named("Y")
-
-    def projections(self) -> dict[str, Projection]:
-        """Which columns of c_attn make "Q", "K" and "V"."""
-        starts = zip("QKV", (0, *self._starts()), strict=True)
-        return {name: Projection(self.c_attn.weight, self.c_attn.bias, start) for name, start in starts}
 
     def _starts(self) -> tuple[int, int]:
         """The first columns of W_K and of W_V in c_attn."""
@@ -269,27 +269,12 @@ class GPT(Module):
 
     @overload
     def forward(
-        self,
-        idx: Any,
-        cache: KVCache | None = None,
-        positions: Any = None,
-        key_allow: Any = None,
-        trace: Literal[False] = False,
-        last_only: bool = False,
-        edit: Edit | None = None,
-    ) -> Tensor: ...
+        self, idx: Any, cache: KVCache | None = None, *, trace: Literal[True], **options: Unpack[GPTOptions]
+    ) -> tuple[Tensor, GPTTrace]: ...
     @overload
     def forward(
-        self,
-        idx: Any,
-        cache: KVCache | None = None,
-        positions: Any = None,
-        key_allow: Any = None,
-        *,
-        trace: Literal[True],
-        last_only: bool = False,
-        edit: Edit | None = None,
-    ) -> tuple[Tensor, GPTTrace]: ...
+        self, idx: Any, cache: KVCache | None = None, *, trace: Literal[False] = False, **options: Unpack[GPTOptions]
+    ) -> Tensor: ...
     def forward(
         self,
         idx: Any,

@@ -164,7 +164,7 @@ class Module:
             if owner not in chosen:
                 chosen[owner] = array
                 wrong += mismatch(name, array, tensors[owner])
-            elif not same(array, chosen[owner]):
+            elif not np.array_equal(array, chosen[owner], equal_nan=True):
                 wrong.append(f"{name} is tied to {owner}, but differs from it")
         missing = [name for name in tensors if name not in chosen]
         if strict:
@@ -306,7 +306,3 @@ def mismatch(name: str, array: np.ndarray, tensor: Tensor) -> list[str]:
     if array.dtype.kind not in "fiub" or not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
         return [f"{name} has dtype {array.dtype}, which does not fit into {tensor.dtype}"]
     return []
-
-
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f" and b.dtype.kind == "f")

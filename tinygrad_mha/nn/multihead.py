@@ -8,8 +8,8 @@ Axes: B batch, H heads, T_q queries, T_k keys, d_k width of queries and keys, d_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -78,31 +78,23 @@ def apply_edit(edit: Edit, name: str, tensor: Tensor) -> Tensor:
 # The function
 
 
+class FunctionOptions(TypedDict, total=False):
+    """Keywords of `attention`, for type checkers."""
+
+    key_allow: Any
+    bias: Any
+    scale: float | None
+    keep_mask: Any
+
+
 @overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    allow: Any = None,
-    key_allow: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    keep_mask: Any = None,
-    trace: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    allow: Any = None,
-    key_allow: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    keep_mask: Any = None,
-    *,
-    trace: Literal[True],
+    q: Any, k: Any, v: Any, allow: Any = None, *, trace: Literal[True], **options: Unpack[FunctionOptions]
 ) -> tuple[Tensor, AttentionTrace]: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, allow: Any = None, *, trace: Literal[False] = False, **options: Unpack[FunctionOptions]
+) -> Tensor: ...
 def attention(
     q: Any,
     k: Any,
@@ -146,13 +138,11 @@ def attention(
     allow = combine_masks(allow, key_allow, False, axes)
     bias = None if bias is None else pad_bias(bias, axes).astype(q.dtype)
     if keep_mask is not None:
-        keep_mask = np.asarray(plain(keep_mask))
+        keep_mask = np.asarray(plain(keep_mask)).astype(q.dtype)
         shape = (*front, *axes[2:])
-        try:
-            np.broadcast_to(keep_mask, shape)
-        except ValueError:
-            raise ValueError(f"keep_mask must broadcast to the weights, {shape}, got {keep_mask.shape}") from None
-        keep_mask = keep_mask.astype(q.dtype)
+        lengths = zip(keep_mask.shape[::-1], shape[::-1], strict=False)
+        if keep_mask.ndim > len(shape) or any(n not in (1, m) for n, m in lengths):
+            raise ValueError(f"keep_mask must broadcast to the weights, {shape}, got {keep_mask.shape}")
     steps = Steps()
     q, k, v = steps("q", q), steps("k", k), steps("v", v)
     y = ops.attend(q, k, v, allow, bias, keep_mask, scale=scale, observe=steps)
@@ -200,17 +190,36 @@ def repeat_heads(x: Any, times: int) -> Any:
 
 
 class Projection(NamedTuple):
-    """The parameter that makes the queries, keys or values of all heads: its columns from `start` on, head by head."""
+    """The columns of a parameter that make "Q", "K" or "V": from `start` on, `width` for each head."""
 
+    name: str
     weight: Tensor
     bias: Tensor | None
+    width: int
     start: int = 0
 
-    def of_head(self, name: str, i: int, width: int) -> tuple[Tensor, Tensor | None]:
-        """The matrix and bias of head `i`, `width` columns of the parameter each: W_Q1 and b_Q1 for `name` "Q"."""
-        columns = slice(self.start + i * width, self.start + (i + 1) * width)
-        bias = None if self.bias is None else self.bias[columns].named(f"b_{name}{i + 1}")
-        return self.weight[:, columns].named(f"W_{name}{i + 1}"), bias
+    def of_head(self, i: int) -> tuple[Tensor, Tensor | None]:
+        """The matrix and bias of head `i`, named W_Q1 and b_Q1."""
+        columns = slice(self.start + i * self.width, self.start + (i + 1) * self.width)
+        bias = None if self.bias is None else self.bias[columns].named(f"b_{self.name}{i + 1}")
+        return self.weight[:, columns].named(f"W_{self.name}{i + 1}"), bias
+
+
+class Masks(TypedDict, total=False):
+    """What says which keys a query may attend to, and what is added to the scores; see `attention`."""
+
+    allow: Any
+    key_allow: Any
+    bias: Any
+    causal: bool
+
+
+class AttentionOptions(Masks, total=False):
+    """Keywords of a call of `MultiHeadAttention`, for type checkers."""
+
+    cache: KVCache | CachedLayer | None
+    positions: Any
+    edit: Edit | None
 
 
 class Heads(Module):
@@ -237,13 +246,10 @@ class Heads(Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        allow: Any = None,
-        key_allow: Any = None,
-        bias: Any = None,
-        causal: bool = False,
         cache: KVCache | CachedLayer | None = None,
         positions: Any = None,
         edit: Edit | None = None,
+        **masks: Unpack[Masks],
     ) -> Tensor:
         """q (..., H, T_q, d_k), k (..., H_kv, T, d_k), v (..., H_kv, T, d_v) -> the heads' results side by side.
 
@@ -256,7 +262,7 @@ class Heads(Module):
         start = 0 if cache is None else cache.length
         n_q, n_k = q.shape[-2], start + k.shape[-2]
         axes: Axes = (q.shape[0] if q.ndim == 4 else None, self.n_head, n_q, n_k)
-        allow, bias = self._masks(axes, q.dtype, allow, key_allow, bias, causal)
+        allow, bias = self._masks(axes, q.dtype, **masks)
         positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
         q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
         steps = edit if edit is None or isinstance(edit, Steps) else Steps(edit)
@@ -276,50 +282,48 @@ class Heads(Module):
         self,
         x: Tensor,
         memory: Tensor,
-        projections: Mapping[str, Projection],
-        d_k: int,
-        d_v: int,
-        allow: Any = None,
-        key_allow: Any = None,
-        bias: Any = None,
-        causal: bool = False,
+        projections: tuple[Projection, Projection, Projection],
         positions: Any = None,
+        **masks: Unpack[Masks],
     ) -> Tensor:
-        """The projections of "Q", "K" and "V" and `attend`, one head at a time, with every matrix named.
+        """The projections and `attend`, one head at a time, with every matrix named.
 
         x (..., T_q, d_model), memory (..., T_k, d_memory) -> (..., T_q, H d_v).
         """
         n_q, n_k = x.shape[-2], memory.shape[-2]
         axes: Axes = (x.shape[0] if x.ndim == 3 else None, self.n_head, n_q, n_k)
-        allow, bias = self._masks(axes, x.dtype, allow, key_allow, bias, causal)
+        allow, bias = self._masks(axes, x.dtype, **masks)
         positions = np.arange(n_q) if positions is None else np.asarray(positions)
         keep_mask = self.dropout.sample_mask((*x.shape[:-2], self.n_head, n_q, n_k), x.dtype)
 
-        def project(name: str, i: int, rows: Tensor) -> Tensor:
-            weight, b = projections[name].of_head(name, i, d_v if name == "V" else d_k)
+        def project(part: Projection, i: int, rows: Tensor) -> Tensor:
+            weight, b = part.of_head(i)
             y = rows @ weight if b is None else rows @ weight + b
-            return (y if name == "V" else self.position.rotate(y, positions)).named(f"{name}_{i + 1}")
+            return (y if part.name == "V" else self.position.rotate(y, positions)).named(f"{part.name}_{i + 1}")
 
+        q, k, v = projections
         # Keys and values that several heads of queries share are computed before them, in none of their scopes.
         shared = range(self.n_kv_head if self.n_kv_head < self.n_head else 0)
-        keys, values = ([project(name, i, memory) for i in shared] for name in "KV")
+        keys, values = ([project(part, i, memory) for i in shared] for part in (k, v))
         heads = []
         for i in range(self.n_head):
             group = i * self.n_kv_head // self.n_head
             with modes.scope(f"head {i + 1}"):
-                heads.append(
-                    ops.attend(
-                        project("Q", i, x),
-                        keys[group] if keys else project("K", i, memory),
-                        values[group] if values else project("V", i, memory),
-                        *(select_head(mask, i) for mask in (allow, bias, keep_mask)),
-                        observe=Steps(suffix=f"_{i + 1}"),
-                    )
-                )
+                q_i = project(q, i, x)
+                k_i = keys[group] if keys else project(k, i, memory)
+                v_i = values[group] if values else project(v, i, memory)
+                of_head = [select_head(mask, i) for mask in (allow, bias, keep_mask)]
+                heads.append(ops.attend(q_i, k_i, v_i, *of_head, observe=Steps(suffix=f"_{i + 1}")))
         return ops.concat(heads, axis=-1).named("Concat")
 
     def _masks(
-        self, axes: Axes, dtype: np.dtype[Any], allow: Any, key_allow: Any, bias: Any, causal: bool
+        self,
+        axes: Axes,
+        dtype: np.dtype[Any],
+        allow: Any = None,
+        key_allow: Any = None,
+        bias: Any = None,
+        causal: bool = False,
     ) -> tuple[Any, Any]:
         """All masks as one boolean array and all biases as one Tensor or array, or None for either."""
         by_position = self.position.bias(self.n_head, *axes[2:], dtype)
@@ -441,33 +445,12 @@ class MultiHeadAttention(Module):
 
     @overload
     def forward(
-        self,
-        x: Any,
-        memory: Any = None,
-        allow: Any = None,
-        key_allow: Any = None,
-        bias: Any = None,
-        causal: bool = False,
-        cache: KVCache | CachedLayer | None = None,
-        positions: Any = None,
-        trace: Literal[False] = False,
-        edit: Edit | None = None,
-    ) -> Tensor: ...
+        self, x: Any, memory: Any = None, *, trace: Literal[True], **options: Unpack[AttentionOptions]
+    ) -> tuple[Tensor, AttentionTrace]: ...
     @overload
     def forward(
-        self,
-        x: Any,
-        memory: Any = None,
-        allow: Any = None,
-        key_allow: Any = None,
-        bias: Any = None,
-        causal: bool = False,
-        cache: KVCache | CachedLayer | None = None,
-        positions: Any = None,
-        *,
-        trace: Literal[True],
-        edit: Edit | None = None,
-    ) -> tuple[Tensor, AttentionTrace]: ...
+        self, x: Any, memory: Any = None, *, trace: Literal[False] = False, **options: Unpack[AttentionOptions]
+    ) -> Tensor: ...
     def forward(
         self,
         x: Any,
@@ -506,7 +489,8 @@ class MultiHeadAttention(Module):
         steps = Steps(edit) if trace else None
         q = split_heads(ops.linear(x, self.wq, self.bq), self.n_head)
         k, v = memory if isinstance(memory, Memory) else self._keys_and_values(self._check_memory(x, memory))
-        concat = self.heads.attend(q, k, v, allow, key_allow, bias, causal, cache, positions, steps or edit)
+        masks = Masks(allow=allow, key_allow=key_allow, bias=bias, causal=causal)
+        concat = self.heads.attend(q, k, v, cache, positions, steps or edit, **masks)
         y = ops.linear(concat, self.wo, self.bo).named("Y")
         return y if steps is None else (y, steps.trace())
 
@@ -524,33 +508,21 @@ class MultiHeadAttention(Module):
             check_width(memory, self.d_memory, "MultiHeadAttention, memory with d_memory columns,")
             return self._keys_and_values(memory)
 
-    def per_head(
-        self,
-        x: Any,
-        memory: Any = None,
-        allow: Any = None,
-        key_allow: Any = None,
-        bias: Any = None,
-        causal: bool = False,
-        positions: Any = None,
-    ) -> Tensor:
+    def per_head(self, x: Any, memory: Any = None, positions: Any = None, **masks: Unpack[Masks]) -> Tensor:
         """The same result computed one head at a time, every matrix named: W_Q1, Q_1, K_1, V_1, scores_1, S_1, H_1, ...
 
         This is how the formula is written, and how it is best drawn. W_Q1 is a part of the parameter, so its gradient
-        is added there. Arguments as in `forward`; equal to it up to rounding.
+        is added there. Arguments as in `forward`: `masks` are allow, key_allow, bias and causal.
         """
         with self.scope():
             x = self._check_input(x, memory, None, positions)
-            memory = self._check_memory(x, memory)
-            concat = self.heads.attend_per_head(
-                x, memory, self.projections(), self.d_k, self.d_v, allow, key_allow, bias, causal, positions
+            projections = (
+                Projection("Q", self.wq, self.bq, self.d_k),
+                Projection("K", self.wk, self.bk, self.d_k),
+                Projection("V", self.wv, self.bv, self.d_v),
             )
+            concat = self.heads.attend_per_head(x, self._check_memory(x, memory), projections, positions, **masks)
             return ops.linear(concat, self.wo, self.bo).named("Y")
-
-    def projections(self) -> dict[str, Projection]:
-        """Which parameters make "Q", "K" and "V"."""
-        parameters = {"Q": (self.wq, self.bq), "K": (self.wk, self.bk), "V": (self.wv, self.bv)}
-        return {name: Projection(weight, bias) for name, (weight, bias) in parameters.items()}
 
     def _keys_and_values(self, memory: Tensor) -> Memory:
         k = split_heads(ops.linear(memory, self.wk, self.bk), self.n_kv_head)
