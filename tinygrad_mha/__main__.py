@@ -1,4 +1,4 @@
-"""`python -m tinygrad_mha` is `tinygrad-mha`."""
+"""`python -m tinygrad_mha` runs the command line `tinygrad-mha`."""
 
 import sys
 
