@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinygrad_mha import Tensor, gradcheck, nn, no_grad, ops
-from tinygrad_mha.nn.positions import alibi, alibi_slopes, rotary, sinusoidal
+from tinygrad_mha.nn.positions import alibi, alibi_slopes, as_position, relative_buckets, rotary, sinusoidal
 
 B, H, T_Q, T_K, D_K, D_V = 2, 3, 5, 7, 11, 13
 
@@ -462,7 +462,8 @@ def test_multi_head_attention_agrees_with_torch_in_value_and_gradient(rng):
         close(a, b)
 
 
-SETTINGS = list(itertools.product([None, 1, 2], [None, "rotary", "alibi"], [False, True], [(), (B,)]))
+RELATIVE = nn.Relative(num_buckets=4, max_distance=4)  # all buckets occur within five tokens
+SETTINGS = list(itertools.product([None, 1, 2], [None, "rotary", "alibi", RELATIVE], [False, True], [(), (B,)]))
 
 
 @pytest.mark.parametrize(("n_kv_head", "position", "bias", "front"), SETTINGS)
@@ -498,6 +499,35 @@ def test_per_head_of_cross_attention_equals_the_batched_path(rng):
     x, memory = rng.standard_normal((B, T_Q, 5)), rng.standard_normal((B, T_K, 17))
     allow = rng.random((B, T_Q, T_K)) < 0.7
     close(mha.per_head(x, memory=memory, allow=allow), mha(x, memory=memory, allow=allow).data)
+
+
+def test_a_memory_projected_once_serves_many_queries(rng):
+    mha = randomised(nn.MultiHeadAttention(**WIDTHS), rng)
+    memory = rng.standard_normal((B, T_K, 17))
+    key_allow = rng.random((B, T_K)) < 0.7
+    projected = mha.project_memory(memory)
+    for n in (1, T_Q):
+        x = rng.standard_normal((B, n, 5))
+        y, trace = mha(x, memory=projected, key_allow=key_allow, trace=True)
+        close(y, mha(x, memory=memory, key_allow=key_allow).data, 0)
+        assert trace.k is projected.k
+    rows = [1, 0, 1]
+    close(mha(x[rows], memory=projected.select(rows)), mha(x, memory=memory).data[rows])
+    with pytest.raises(ValueError, match="memory with d_memory columns"):
+        mha.project_memory(rng.standard_normal((B, T_K, 5)))
+
+
+def test_fused_attention_gives_the_numbers_and_gradients_of_the_visible_steps(rng):
+    (x,) = tensors(rng, (B, T_Q, 5))
+    results = []
+    for fused in (False, True):
+        mha = nn.MultiHeadAttention(5, 4, d_k=6, n_kv_head=2, position=RELATIVE, rng=0, fused=fused)
+        mha.astype(np.float64)
+        y = mha(x, causal=True)
+        assert (y.node.inputs[0].node.inputs[0].node.inputs[0].node.op is ops.attention) == fused
+        results.append([y.data, *gradients(y, (x, *mha.parameters()), np.cos(y.data))])
+    for a, b in zip(*results, strict=True):
+        close(a, b)
 
 
 def made_from(y):
@@ -551,6 +581,10 @@ def test_gradients_of_multi_head_attention_pass_the_check_to_second_order(rng):
     mha = nn.MultiHeadAttention(3, 2, d_k=2, d_v=5, n_kv_head=1, position="rotary", bias=True, rng=0)
     gradcheck(lambda x: mha(x, causal=True), rng.standard_normal((3, 3)), order=2)
     gradcheck(mha, rng.standard_normal((2, 3, 3)))
+    mha = nn.MultiHeadAttention(3, 2, d_k=5, d_v=2, position=RELATIVE, rng=0)
+    report = gradcheck(lambda x: mha(x, causal=True), rng.standard_normal((3, 3)), order=2)
+    assert report.ok
+    assert "position.weight" in str(gradcheck(mha, rng.standard_normal((2, 3, 3))))
 
 
 def test_dropout_differs_between_train_and_eval_only(rng):
@@ -752,6 +786,82 @@ def test_alibi_takes_slope_times_distance_from_the_scaled_scores(rng):
     assert mha.astype(np.float32)(x.astype(np.float32), bias=extra).dtype == np.float32
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (6, 7)])
+def test_relative_buckets_are_those_of_t5(bidirectional, num_buckets, max_distance):
+    torch, t5 = pytest.importorskip("torch"), pytest.importorskip("transformers.models.t5.modeling_t5")
+    offsets = np.arange(-200, 201)
+    theirs = t5.T5Attention._relative_position_bucket(
+        torch.tensor(offsets), bidirectional, num_buckets=num_buckets, max_distance=max_distance
+    )
+    np.testing.assert_array_equal(relative_buckets(offsets, num_buckets, max_distance, bidirectional), theirs.numpy())
+
+
+def test_a_relative_bias_is_looked_up_by_distance_and_added_to_the_scaled_scores(rng):
+    mha = randomised(nn.MultiHeadAttention(5, 3, d_k=7, position=nn.Relative(num_buckets=8, max_distance=11)), rng)
+    assert mha.position.weight.shape == (8, 3)
+    assert "position.weight" in dict(mha.named_parameters())
+    x = rng.standard_normal((B, T_Q, 5))
+    buckets = relative_buckets(np.arange(T_Q) - np.arange(T_Q)[:, None], 8, 11, True)
+    assert np.unique(buckets).tolist() == [0, 1, 2, 5, 6]
+    bias = mha.position.weight.data[buckets].transpose(2, 0, 1)
+    close(mha(x), heads_by_hand(mha, x, x, None, bias))
+    close(mha(x, causal=True), heads_by_hand(mha, x, x, nn.causal(T_Q), bias))
+    shift = rng.standard_normal((T_Q, T_Q))
+    close(mha(x, bias=shift), heads_by_hand(mha, x, x, None, bias + shift))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_buckets": 3}, "num_buckets must be an integer of at least 4, got 3"),
+        ({"num_buckets": 8, "max_distance": 7}, "max_distance must be an integer of at least 8, got 7"),
+    ],
+)
+def test_relative_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        nn.Relative(**settings)
+
+
+def test_a_scheme_is_given_by_name_by_dict_or_as_an_object():
+    for scheme in (nn.Rotary(500.0), nn.Relative(8, 16, bidirectional=False), nn.Alibi(), nn.Learned(), nn.Position()):
+        assert as_position(scheme) is scheme
+        assert as_position(scheme.to_dict()) == scheme
+    assert as_position("rotary", base=500.0, num_buckets=8) == nn.Rotary(500.0) != nn.Rotary()
+    assert as_position(None) == as_position("none") == nn.Position()
+    with pytest.raises(ValueError, match=r"position must be one of 'learned', .* got 'rotatory'"):
+        as_position("rotatory")
+    with pytest.raises(TypeError, match="bass"):
+        as_position({"name": "rotary", "bass": 3})
+
+
+def test_one_relative_scheme_makes_separate_tables_unless_it_has_one(rng):
+    scheme = nn.Relative(num_buckets=8)
+    a, b = nn.MultiHeadAttention(6, 2, position=scheme, rng=0), nn.MultiHeadAttention(6, 2, position=scheme, rng=0)
+    assert scheme.weight is None
+    assert a.position.weight is not b.position.weight
+    shared = nn.MultiHeadAttention(6, 2, position=a.position, rng=0)
+    assert shared.position.weight is a.position.weight
+    x = rng.standard_normal((3, 6)).astype(np.float32)
+    np.testing.assert_array_equal(shared(x).data, a(x).data)
+
+
+def test_a_scheme_of_a_persons_own_is_one_class(rng):
+    """Scores rise by one for each step that a key is nearer to the first token."""
+
+    class Backwards(nn.Position):
+        name = "backwards"
+
+        def bias(self, n_head, n_q, n_k, dtype):
+            return Tensor(np.broadcast_to(-np.arange(float(n_k)), (n_head, n_q, n_k)), dtype=dtype, name="backwards")
+
+    mha = randomised(nn.MultiHeadAttention(5, 2, d_k=7, position=Backwards()), rng)
+    x = rng.standard_normal((B, T_Q, 5))
+    expected = heads_by_hand(mha, x, x, nn.causal(T_Q), np.broadcast_to(-np.arange(float(T_Q)), (2, T_Q, T_Q)))
+    close(mha(x, causal=True), expected)
+    close(mha.per_head(x, causal=True), expected)
+
+
 def test_an_empty_batch_passes():
     mha = nn.MultiHeadAttention(5, 2)
     x = np.zeros((0, 3, 5), np.float32)
@@ -765,7 +875,7 @@ def test_positions_of_cross_attention_are_refused():
         mha(np.ones((3, 5)), memory=np.ones((7, 5)))
 
 
-@pytest.mark.parametrize("position", [None, "rotary", "alibi"])
+@pytest.mark.parametrize("position", [None, "rotary", "alibi", RELATIVE])
 def test_float32_stays_float32_through_multi_head_attention_and_back(rng, position):
     mha = nn.MultiHeadAttention(5, 4, d_k=6, n_kv_head=2, position=position, dropout=0.1, bias=True, rng=0)
     x = Tensor(rng.standard_normal((B, T_Q, 5)).astype(np.float32), requires_grad=True)

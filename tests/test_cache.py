@@ -60,6 +60,8 @@ def without_gradients():
         ("rotary", None, False),
         ("alibi", 2, False),
         ("alibi", None, True),
+        ("relative", 2, True),
+        (nn.Relative(num_buckets=4, max_distance=5, bidirectional=False), None, False),
         ("none", 2, True),
     ],
 )
@@ -74,7 +76,7 @@ def test_every_composition_of_a_prompt_into_chunks_gives_the_same_logits(positio
         assert cache.length == 6
 
 
-@pytest.mark.parametrize("position", [None, "rotary", "alibi"])
+@pytest.mark.parametrize("position", [None, "rotary", "alibi", nn.Relative(num_buckets=4, max_distance=4)])
 def test_the_same_holds_for_one_attention_with_free_widths(position, rng):
     mha = nn.MultiHeadAttention(5, 4, d_k=6, d_v=11, d_out=13, n_kv_head=2, position=position, rng=0).astype(np.float64)
     x = rng.standard_normal((2, 6, 5))
@@ -85,6 +87,31 @@ def test_the_same_holds_for_one_attention_with_free_widths(position, rng):
             y = mha(x[:, start : start + n], causal=True, cache=cache)
             np.testing.assert_allclose(y.data, whole[:, start : start + n], rtol=0, atol=1e-12)
             start += n
+
+
+def test_the_block_of_llama_can_be_cached_with_prompts_padded_in_front():
+    model = gpt(norm="rms", activation="swiglu", position="rotary", bias=False, n_kv_head=2)
+    key_allow = np.array([[False, False, True, True, True, True], [True] * 6])
+    positions = np.maximum(key_allow.cumsum(1) - 1, 0)
+    for split in range(1, 6):
+        cache, parts = nn.KVCache(LAYERS), []
+        for part in (slice(0, split), slice(split, 6)):
+            options = {"key_allow": key_allow[:, : part.stop], "positions": positions[:, part]}
+            parts.append(model(PROMPT[:, part], cache=cache, **options).data)
+        logits = np.concatenate(parts, 1)
+        np.testing.assert_allclose(logits[0, 2:], model(PROMPT[0, 2:]).data, atol=1e-12)
+        np.testing.assert_allclose(logits[1], model(PROMPT[1]).data, atol=1e-12)
+
+
+def test_a_crop_wants_an_integer_and_changes_nothing_else():
+    cache = nn.KVCache(LAYERS)
+    gpt()(PROMPT, cache=cache)
+    for n in (1.5, True, "2"):
+        with pytest.raises(TypeError, match="n must be an integer"):
+            cache.crop(n)
+    assert cache.length == 6
+    cache.crop(np.int64(2))
+    assert cache.length == 2
 
 
 def test_a_sequence_without_a_batch_axis_can_be_cached(rng):
@@ -106,7 +133,7 @@ def test_greedy_tokens_are_equal_with_and_without_a_cache_for_every_prompt_lengt
             ids, new = np.concatenate([ids, following], 1), following
 
 
-@pytest.mark.parametrize("position", ["learned", "sinusoidal", "rotary", "alibi", "none"])
+@pytest.mark.parametrize("position", ["learned", "sinusoidal", "rotary", "alibi", "relative", "none"])
 def test_prompts_padded_in_front_equal_each_prompt_alone(position):
     model = gpt(position=position)
     key_allow = np.array([[False, False, True, True, True, True], [True] * 6])

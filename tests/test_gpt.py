@@ -198,7 +198,7 @@ def test_logits_are_those_of_the_formulas(settings):
         close(logits[row], by_hand(model, idx))
 
 
-@pytest.mark.parametrize("position", ["learned", "sinusoidal", "rotary", "alibi", "none"])
+@pytest.mark.parametrize("position", ["learned", "sinusoidal", "rotary", "alibi", "relative", "none"])
 def test_logits_depend_on_the_past_only_and_on_its_order(position):
     model = lively(position=position, n_kv_head=1)
     logits = model(IDS).data
@@ -213,6 +213,56 @@ def test_logits_depend_on_the_past_only_and_on_its_order(position):
         close(one(swapped).data[0, -1], one(IDS).data[0, -1])
     else:
         assert order_seen > 1e-3
+
+
+LLAMA = {"norm": "rms", "activation": "swiglu", "position": "rotary", "bias": False, "n_kv_head": 1, "n_inner": 17}
+
+
+def llama_by_hand(model, idx):
+    """The logits of one sequence by the formulas of Llama (arXiv:2302.13971) in plain NumPy."""
+
+    def rms(x, layer):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.config.eps) * layer.weight.data
+
+    def rotated(x):
+        pairs = (x[:, :2] + 1j * x[:, 2:]) * np.exp(1j * np.arange(len(x))[:, None] * [1, 500.0**-0.5])
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    x = model.wte.weight.data[idx]
+    for block in model.h:
+        qkv = rms(x, block.ln_1) @ block.attn.c_attn.weight.data
+        k, v = rotated(qkv[:, 12:16]), qkv[:, 16:]
+        heads = []
+        for i in range(3):
+            scores = np.where(np.tri(len(x), dtype=bool), rotated(qkv[:, i * 4 : i * 4 + 4]) @ k.T / 2.0, -np.inf)
+            e = np.exp(scores - scores.max(-1, keepdims=True))
+            heads.append(e / e.sum(-1, keepdims=True) @ v)
+        x = x + np.concatenate(heads, -1) @ block.attn.c_proj.weight.data
+        normed = rms(x, block.ln_2)
+        gate = normed @ block.mlp.c_gate.weight.data
+        hidden = gate / (1 + np.exp(-gate)) * (normed @ block.mlp.c_fc.weight.data)
+        x = x + hidden @ block.mlp.c_proj.weight.data
+    return rms(x, model.ln_f) @ model.lm_head.weight.data.T
+
+
+def test_llama_is_a_configuration():
+    model = lively(**LLAMA, rope_base=500.0)
+    logits = model(IDS)
+    for row, idx in enumerate(IDS):
+        close(logits[row], llama_by_hand(model, idx))
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert {type(m) for _, m in model.named_modules()} & {nn.LayerNorm, nn.RMSNorm} == {nn.RMSNorm}
+
+
+def test_all_blocks_share_the_table_of_relative_positions():
+    model = lively(position="relative")
+    assert dict(model.named_parameters())["position.weight"].shape == (32, 3)
+    assert all(block.attn.heads.position is model.position for block in model.h)
+    assert not model.position.bidirectional
+    twin = copy.deepcopy(model)
+    assert twin.h[1].attn.heads.position is twin.position is not model.position
+    twin.load_state_dict(lively(seed=1, position="relative").state_dict())
+    assert np.abs(twin(IDS).data - model(IDS).data).max() > 1e-3
 
 
 def test_sinusoidal_positions_are_added_to_the_tokens():
@@ -247,8 +297,9 @@ def test_every_layer_of_attention_is_one_fused_node_when_nobody_looks():
 
 
 @pytest.mark.parametrize("n_kv_head", [None, 1])
-def test_the_attention_of_a_gpt_can_be_computed_head_by_head(n_kv_head, rng):
-    attn = lively(n_kv_head=n_kv_head).h[0].attn
+@pytest.mark.parametrize("position", ["learned", "rotary", "alibi", "relative"])
+def test_the_attention_of_a_gpt_can_be_computed_head_by_head(n_kv_head, position, rng):
+    attn = lively(n_kv_head=n_kv_head, position=position).h[0].attn
     x = rng.standard_normal((T, 12))
     y = attn.per_head(x)
     close(y, attn(x).data)
@@ -271,7 +322,7 @@ def test_the_attention_of_a_gpt_takes_no_memory():
 
 
 def test_every_parameter_receives_a_gradient():
-    for settings in ({}, {"norm_first": False, "position": "rotary"}, {"tie_weights": False, "n_kv_head": 1}):
+    for settings in ({}, {"norm_first": False, "position": "rotary"}, {"tie_weights": False, "n_kv_head": 1}, LLAMA):
         model = gpt(**settings)
         model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
         for name, p in model.named_parameters():
@@ -284,14 +335,19 @@ def test_every_parameter_receives_a_gradient():
 
 def test_gradients_of_a_whole_gpt_pass_the_check():
     small = {"n_layer": 1, "n_embd": 6, "n_inner": 5, "vocab_size": 5, "block_size": 3}
-    for settings in ({"norm_first": False}, {"position": "rotary", "n_kv_head": 1}):
+    for settings in (
+        {"norm_first": False},
+        {"position": "rotary", "n_kv_head": 1},
+        {"norm": "rms", "activation": "swiglu", "position": nn.Relative(4, 4), "bias": False},
+        {"norm": "rms", "norm_first": False, "activation": "swiglu"},
+    ):
         model = gpt(**small, **settings)
         report = gradcheck(model, IDS[:, :3] % 5)
         assert "h.0.attn.c_attn.weight" in str(report)
 
 
 def test_float32_stays_float32_in_logits_traces_and_gradients():
-    for position in ("learned", "sinusoidal", "rotary", "alibi"):
+    for position in ("learned", "sinusoidal", "rotary", "alibi", "relative"):
         model = gpt(position=position, dropout=0.1, n_embd=12)
         logits, trace = model(IDS, trace=True)
         ops.cross_entropy(logits, IDS).backward()
@@ -441,6 +497,11 @@ def test_a_configuration_that_cannot_be_is_refused(setting, message):
 def test_a_configuration_takes_numpy_numbers_and_survives_a_dict_and_json():
     config = nn.GPTConfig(**{**SIZES, "n_layer": np.int64(2), "norm_first": False})
     assert nn.GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for position in (nn.Rotary(500.0), nn.Relative(8, 16)):
+        config = nn.GPTConfig(**SIZES, position=position, norm="rms", activation="swiglu", rope_base=500.0)
+        again = nn.GPTConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+        assert again == config
+        assert again.position == position
 
 
 def test_unknown_and_missing_keys_of_a_configuration_are_all_named():
@@ -563,6 +624,15 @@ def test_settings_that_the_formats_cannot_hold_are_all_named_and_nothing_is_writ
     with pytest.raises(ValueError, match="'openai-gpt' folder cannot hold this GPT") as caught:
         model.save_pretrained(tmp_path / "model")
     for part in ("position = 'rotary'", "n_kv_head = 1", "activation = 'gelu'", "n_inner = 5", "Use save(path)"):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="'gpt2' folder cannot hold this GPT") as caught:
+        gpt(**LLAMA, rope_base=500.0).save_pretrained(tmp_path / "model")
+    for part in (
+        "position = 'rotary'",
+        "norm = 'rms', not 'layer'",
+        "activation = 'swiglu'",
+        "rope_base = 500.0, not 1",
+    ):
         assert part in str(caught.value)
     assert os.listdir(tmp_path) == []
     model.save(tmp_path / "rotary.safetensors")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tinygrad_mha import Tensor, nn, no_grad, ops
+from tinygrad_mha import Tensor, gradcheck, nn, no_grad, ops
 from tinygrad_mha.files import CheckpointError, load_arrays, replacing, save_arrays
 from tinygrad_mha.nn.layers import sample_dropout_mask
 from tinygrad_mha.nn.module import Module, Scope
@@ -574,6 +574,20 @@ def test_feed_forward_applies_the_activation_that_it_is_named(activation, values
     f.c_fc.weight.assign_(np.eye(2))
     f.c_proj.weight.assign_(np.eye(2))
     np.testing.assert_allclose(f(np.array([0.5, -0.5])).data, values, atol=1e-8)
+
+
+def test_swiglu_multiplies_by_a_gate_and_passes_the_check(rng):
+    f = nn.FeedForward(3, 5, "swiglu", rng=0).astype(np.float64)
+    assert [name for name, _ in f.named_parameters() if name.endswith("weight")] == [
+        "c_fc.weight",
+        "c_gate.weight",
+        "c_proj.weight",
+    ]
+    x = rng.standard_normal((2, 7, 3))
+    gate = x @ f.c_gate.weight.data
+    hidden = gate / (1 + np.exp(-gate)) * (x @ f.c_fc.weight.data)
+    np.testing.assert_allclose(f(x).data, hidden @ f.c_proj.weight.data, rtol=1e-13)
+    assert gradcheck(f, x[0], order=2).ok
 
 
 def test_an_unknown_activation_lists_the_known_ones():

@@ -30,6 +30,7 @@ KINDS = {
     "shared keys": {"n_head": 4, "n_kv_head": 2, "bias": True},
     "rotary": {"position": "rotary", "d_k": 6, "bias": True},
     "alibi": {"position": "alibi"},
+    "relative": {"position": tg.nn.Relative(num_buckets=4, max_distance=4)},
 }
 
 
@@ -177,7 +178,7 @@ def test_every_equation_is_true(rng, options, causal):
                     np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12, err_msg=equation)
     if to_x:  # each head shows its own part of the sum
         np.testing.assert_allclose(sum(to_x.values()), gradients["X"], rtol=1e-9, atol=1e-12)
-    constants = {name for name in values if name.startswith(("W_", "b_", "alibi_", "X"))}
+    constants = {name for name in values if name.startswith(("W_", "b_", "alibi_", "relative_", "X"))}
     assert made == set(values) - constants | {f"∂{name}" for name in gradients} - {"∂Y"}
 
 
