@@ -12,16 +12,8 @@ import numpy as np
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import check_count, check_probability, is_number
 
-__all__ = [
-    "Sampler",
-    "apply_temperature",
-    "check_logits",
-    "compute_log_probabilities",
-    "compute_probabilities",
-    "draw",
-    "keep_top_k",
-    "keep_top_p",
-]
+__all__ = ["Sampler", "apply_temperature", "check_logits", "compute_log_probabilities", "compute_probabilities"]
+__all__ += ["draw", "keep_top_k", "keep_top_p"]
 
 ROUNDING = 1e-6  # tolerance of top-p: probabilities come from float32 logits, and their sum may miss p by this much
 

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,7 +75,7 @@ def train(
         if not isinstance(config, TrainConfig):
             config = preset("cpu" if config is None else config)
         run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder)
-    with open_report(show, run) as report, Interruption() as interruption:
+    with open_report(show, run) as report, catch_interrupt() as interruption:
         run_steps(run, report, interruption)
         report({"event": "end", "step": run.step, "interrupted": run.interrupted})
     if run.folder is not None:
@@ -130,23 +131,30 @@ def create_folder(run: Run) -> None:
 
 
 class Interruption:
-    """A context in which Ctrl-C sets `requested`; a second Ctrl-C has its usual effect."""
+    """Whether Ctrl-C was pressed."""
 
-    def __enter__(self) -> Interruption:
-        self.requested = False
-        self._handler: Any = None  # that of before; None where Ctrl-C is left alone
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.getsignal(signal.SIGINT)
-        if self._handler is signal.SIG_IGN:
-            self._handler = None  # a background job: Ctrl-C is not for it
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._request)
-        return self
+    requested = False
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, self._handler)
 
-    def __exit__(self, *exception: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+@contextmanager
+def catch_interrupt() -> Iterator[Interruption]:
+    """Let the first Ctrl-C set `requested` of the result; a second one has its usual effect.
+
+    Signals stay as they are in other threads than the main one, and in background jobs, which ignore Ctrl-C.
+    """
+    interruption = Interruption()
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if in_main else signal.SIG_IGN
+    if handler in (signal.SIG_IGN, None):
+        yield interruption
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        interruption.requested = True
+        signal.signal(signal.SIGINT, handler)
+
+    signal.signal(signal.SIGINT, request)
+    try:
+        yield interruption
+    finally:
+        signal.signal(signal.SIGINT, handler)
