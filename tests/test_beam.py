@@ -1,4 +1,4 @@
-"""Beam search finds what trying everything finds, and with one beam it is greedy decoding."""
+"""Beam search equals exhaustive search if it is wide enough, and greedy decoding if the beam is 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ V, END = 3, 2
 
 
 def language(rng, order=2):
-    """Log-probabilities that depend on the last `order` tokens, so that a wrong prefix or a stale row shows."""
+    """Log-probabilities that depend on the last `order` tokens, so that a wrong prefix or row is noticed."""
     tables = rng.dirichlet(np.ones(V) * 0.7, size=(V,) * order)
 
     def step(prefixes, parents):
@@ -23,8 +23,8 @@ def language(rng, order=2):
     return step
 
 
-def everything(step, start, steps, power):
-    """Every sequence up to `steps` tokens with its log-probability and score."""
+def all_sequences(step, start, steps, power):
+    """Every sequence of up to `steps` tokens, with its log-probability and score."""
     for n in range(1, steps + 1):
         for tokens in itertools.product(range(V), repeat=n):
             if END in tokens[:-1] or (tokens[-1] != END and n < steps):
@@ -38,9 +38,9 @@ def everything(step, start, steps, power):
 
 @pytest.mark.parametrize("power", [0.0, 0.9])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_beam_as_wide_as_all_sequences_is_exhaustive_search(seed, power):
+def test_a_beam_as_wide_as_the_number_of_sequences_is_exhaustive_search(seed, power):
     step = language(np.random.default_rng(seed))
-    wanted = {tokens: numbers for tokens, *numbers in everything(step, 0, 5, power)}
+    wanted = {tokens: numbers for tokens, *numbers in all_sequences(step, 0, 5, power)}
     found = beam_search(step, [0], END, beam=V**5, max_new_tokens=5, length_penalty=power)
     assert len(found.hypotheses) == len(wanted)
     for hypothesis in found.hypotheses:
@@ -64,8 +64,8 @@ def test_of_equal_scores_the_shorter_sequence_is_best_then_the_lower_ids():
 
 @pytest.mark.parametrize("power", [0.0, 0.9])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_sequence_may_end_by_any_rule(seed, power):
-    """Here: at two equal tokens in a row."""
+def test_a_function_may_decide_where_a_sequence_ends(seed, power):
+    """Here it ends at two equal tokens in a row."""
 
     def ends(tokens):
         return len(tokens) > 1 and tokens[-1] == tokens[-2]
@@ -88,7 +88,7 @@ def test_a_sequence_may_end_by_any_rule(seed, power):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_beam_is_greedy(seed):
+def test_a_beam_of_one_is_greedy_decoding(seed):
     step = language(np.random.default_rng(seed))
     prefix = [1]
     while len(prefix) < 8 and (len(prefix) == 1 or prefix[-1] != END):
@@ -96,7 +96,7 @@ def test_one_beam_is_greedy(seed):
     assert beam_search(step, [1], END, beam=1, max_new_tokens=7).best.tokens.tolist() == prefix[1:]
 
 
-def test_two_beams_find_what_greedy_misses():
+def test_two_beams_find_a_sequence_that_greedy_decoding_misses():
     table = np.log([[0.5, 0.4, 0.1], [0.1, 0.1, 0.8], [0.4, 0.3, 0.3]])  # greedy: 0, 0, 0; better: 1, end
 
     def step(prefixes, parents):
@@ -121,7 +121,7 @@ def test_a_length_penalty_lets_longer_sequences_win():
     assert long.best.score == pytest.approx(4 * np.log(0.7) / 1.5)
 
 
-def test_parents_say_which_row_each_prefix_grew_out_of(rng):
+def test_parents_are_the_rows_that_the_prefixes_extend(rng):
     probabilities = language(rng)
     calls = []
 
@@ -140,7 +140,7 @@ def test_without_an_end_token_every_hypothesis_has_the_full_length(rng):
     assert [len(hypothesis.tokens) for hypothesis in found.hypotheses] == [4, 4, 4]
 
 
-def test_what_is_impossible_is_never_chosen():
+def test_impossible_tokens_are_never_chosen():
     def step(prefixes, parents):
         return np.tile([-np.inf, -np.inf, 0.0], (len(prefixes), 1))
 
@@ -189,7 +189,7 @@ def test_the_tree_is_drawn_with_one_line_for_each_node_and_one_winner():
         ({"step": lambda prefixes, parents: np.full((1, 3), -np.inf)}, "no token is possible"),
     ],
 )
-def test_bad_input_is_named(change, message, rng):
+def test_invalid_arguments_are_named(change, message, rng):
     arguments = {"step": language(rng), "start": [0], "end": END, "beam": 2, "max_new_tokens": 3} | change
     with pytest.raises(ValueError, match=message):
         beam_search(**arguments)

@@ -1,4 +1,4 @@
-"""The command line, as a person uses it. (`tinygrad-mha gradcheck` is in test_registry.py.)"""
+"""The command line. (`tinygrad-mha gradcheck` is in test_registry.py.)"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def run(text, tmp_path, capsys):
-    """A small run of training, on the disk."""
+    """The folder of a small training run."""
     folder = tmp_path / "run"
     assert main(["train", "--text", str(text), "--out", str(folder), "--steps", "5", "--quiet", *SMALL]) == 0
     capsys.readouterr()
@@ -32,7 +32,7 @@ def run(text, tmp_path, capsys):
 
 
 def refused(capsys, *argv):
-    """What a call that cannot be carried out says."""
+    """The message of a usage error."""
     assert main(list(map(str, argv))) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("tinygrad-mha: ")
@@ -40,10 +40,10 @@ def refused(capsys, *argv):
     return captured.err
 
 
-# --------------------------------------------------------------------------------------------------- train, generate
+# ------------------------------------------------------------------------------------------------------ train, generate
 
 
-def test_train_says_how_it_went_and_what_comes_next(text, tmp_path, capsys):
+def test_train_prints_its_result_and_the_next_command(text, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "--text", str(text), "--out", str(out), "--steps", "3", "--quiet", *SMALL]) == 0
     said = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_train_resumes_and_equals_the_uninterrupted_run(text, tmp_path, run, cap
     half = tmp_path / "half"
     for steps in ("2", "5"):
         call = ["train", "--text", str(text), "--out", str(half), "--steps", steps, "--resume", "--quiet"]
-        # The schedule looks at the number of steps, so it is kept the same by a constant rate.
+        # The schedule depends on the number of steps; a constant rate keeps it the same.
         assert main([*call, *SMALL, "learning_rate=0.001", "min_lr=0.001"]) == 0
     whole = tmp_path / "whole"
     call = ["train", "--text", str(text), "--out", str(whole), "--steps", "5", "--quiet"]
@@ -71,7 +71,7 @@ def test_train_prints_events_as_json(text, tmp_path, capsys):
     assert [e["step"] for e in events if e["event"] == "step"] == [0, 1, 2]
 
 
-def test_train_refuses_what_it_cannot_use(text, tmp_path, run, capsys):
+def test_train_refuses_invalid_arguments(text, tmp_path, run, capsys):
     out = tmp_path / "new"
     assert "there is no text file" in refused(capsys, "train", "--text", tmp_path / "missing", "--out", out)
     (tmp_path / "bad").write_bytes(b"\xff\xfe")
@@ -84,7 +84,7 @@ def test_train_refuses_what_it_cannot_use(text, tmp_path, run, capsys):
     assert not out.exists()
 
 
-def test_generate_continues_a_prompt_and_repeats_with_a_seed(run, capsys):
+def test_generate_continues_a_prompt_reproducibly_with_a_seed(run, capsys):
     texts = []
     for seed in ("0", "0", "1"):
         assert main(["generate", str(run), "--prompt", "the ", "-n", "20", "--seed", seed]) == 0
@@ -95,7 +95,7 @@ def test_generate_continues_a_prompt_and_repeats_with_a_seed(run, capsys):
     assert len(texts[0]) == len("the ") + 20 + 1
 
 
-def test_generate_is_the_same_with_and_without_the_cache_and_counts(run, capsys):
+def test_generate_gives_the_same_text_without_the_cache_and_prints_the_cost(run, capsys):
     said = []
     for more in ([], ["--no-cache"]):
         call = ["generate", str(run), "--prompt", "fox", "-n", "5", "--temperature", "0", "--stats", *more]
@@ -106,7 +106,7 @@ def test_generate_is_the_same_with_and_without_the_cache_and_counts(run, capsys)
     assert "without the cache; multiply-adds:" in said[1].err
 
 
-def test_generate_says_when_the_context_slides(run, capsys):
+def test_generate_prints_a_note_if_the_context_slides(run, capsys):
     assert main(["generate", str(run), "--prompt", "the ", "-n", "30", "--seed", "0"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("note: ")
@@ -124,7 +124,7 @@ def test_generate_opens_a_hugging_face_folder(tmp_path, capsys):
     assert "has no tokenizer" in refused(capsys, "generate", tmp_path, "--prompt", "hello")
 
 
-def test_generate_refuses_what_it_cannot_use(run, tmp_path, capsys):
+def test_generate_refuses_invalid_arguments(run, tmp_path, capsys):
     assert "no such folder" in refused(capsys, "generate", tmp_path / "missing")
     refused(capsys, "generate", tmp_path)
     assert "'%' (U+0025) at position 3" in refused(capsys, "generate", run, "--prompt", "fox%")
@@ -133,26 +133,26 @@ def test_generate_refuses_what_it_cannot_use(run, tmp_path, capsys):
     assert "temperature" in refused(capsys, "generate", run, "--temperature", "-1")
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------------------------------------------------- pictures
 
 
 @pytest.mark.parametrize("what", ["mha", "block", "gpt"])
 @pytest.mark.parametrize("more", [[], ["--no-values"], ["--ops", "separate", "--direction", "LR"]], ids=" ".join)
-def test_graph_draws_what_is_known_by_name(what, more, tmp_path, capsys):
+def test_graph_draws_the_built_in_subjects(what, more, tmp_path, capsys):
     out = tmp_path / "x.dot"
     assert main(["graph", what, "-o", str(out), *more]) == 0
     assert out.read_text().startswith("digraph")
     assert "boxes" in capsys.readouterr().out
 
 
-def test_graph_of_the_attention_names_its_matrices(tmp_path):
+def test_graph_of_attention_names_its_matrices(tmp_path):
     main(["graph", "mha", "-o", str(tmp_path / "x.dot")])
     dot = (tmp_path / "x.dot").read_text()
     for name in ("X", "W_Q1", "K_2", "scores_1", "S_2", "H_1", "Concat", "W_O", "Y", "head 1", "head 2"):
         assert f">{name}<" in dot
 
 
-def test_graph_draws_a_function_of_ones_own(tmp_path, capsys):
+def test_graph_draws_a_users_function(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("def f(x, w): return (x @ w).tanh().named('out')\n")
     out = tmp_path / "x.dot"
@@ -163,7 +163,7 @@ def test_graph_draws_a_function_of_ones_own(tmp_path, capsys):
     assert ".svg" in refused(capsys, "graph", "mha", "-o", tmp_path / "x.bmp")
 
 
-def test_walkthrough_writes_a_page_of_ones_own_sentence(tmp_path, run, capsys):
+def test_walkthrough_writes_a_page_of_a_users_sentence(tmp_path, run, capsys):
     page = tmp_path / "page.html"
     assert main(["walkthrough", "the cat sat on mats", "-o", str(page)]) == 0
     assert "mats" in page.read_text()
@@ -173,10 +173,10 @@ def test_walkthrough_writes_a_page_of_ones_own_sentence(tmp_path, run, capsys):
     assert "5x7x11" in refused(capsys, "walkthrough", "a b", "-o", page, "--widths", "5x7")
 
 
-# ---------------------------------------------------------------------------------------------------------------- demo
+# ----------------------------------------------------------------------------------------------------------------- demo
 
 
-def test_the_demo_shows_everything_and_says_where_it_is(tmp_path, capsys):
+def test_the_demo_prints_all_parts_and_the_folder(tmp_path, capsys):
     out = tmp_path / "demo"
     assert main(["demo", "--steps", "6", "--out", str(out)]) == 0
     said = capsys.readouterr().out

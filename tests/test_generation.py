@@ -1,4 +1,4 @@
-"""The loop: cached equals uncached, a row of a batch equals its prompt alone, and nothing is left behind."""
+"""Generation: cached equals uncached, a row of a batch equals its prompt alone, and calls have no side effects."""
 
 import itertools
 
@@ -14,7 +14,7 @@ POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
 
 
 def make_model(position="learned", dropout=0.0, seed=5, **options):
-    """A GPT with large random weights in float64: it writes no loops, and says something else after every context."""
+    """A GPT with large random weights in float64: its greedy text is not periodic and depends on all of the context."""
     config = tg.nn.GPTConfig(
         VOCABULARY, BLOCK, 2, 3, 18, position=position, dropout=dropout, tie_weights=False, **options
     )
@@ -32,7 +32,7 @@ def model():
 
 
 def naive(model, prompt, n):
-    """Greedy ids of one prompt, from the model's forward alone."""
+    """Greedy ids of one prompt, computed with calls of the model only."""
     ids = [int(i) for i in prompt]
     with tg.no_grad():
         for _ in range(n):
@@ -46,7 +46,7 @@ def prompts_of(lengths, seed=0):
 
 
 class Scripted(tg.nn.Module):
-    """Always says the same: at each place of the text, the next id of a script that begins with the prompt."""
+    """A model that predicts the next id of a fixed script, of which the prompt is the beginning."""
 
     def __init__(self, script, vocab_size):
         self.config = tg.nn.GPTConfig(vocab_size, len(script) + 1, 1, 1, 1)
@@ -58,7 +58,7 @@ class Scripted(tg.nn.Module):
         return tg.Tensor(logits)
 
 
-# --------------------------------------------------------------------------------------------------- cache and oracle
+# ----------------------------------------------------------------------------------------------------- cache and oracle
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -76,17 +76,17 @@ def test_cached_equals_uncached_for_every_prompt_length(position):
             with tg.no_grad():
                 full = tg.ops.log_softmax(model(expected[:-1]).numpy())[length - 1 :]
             np.testing.assert_allclose(logs[0], full[np.arange(new), expected[length:]], rtol=0, atol=1e-12)
-    assert len(seen) > 10  # a model that said one thing only would agree with itself by chance
+    assert len(seen) > 10  # a model with one favourite token would pass this test by chance
 
 
-def test_calls_leave_nothing_behind(model):
+def test_a_call_does_not_influence_the_next_one(model):
     (one,), two = prompts_of([4]), np.stack(prompts_of([5, 5], seed=1))
     alone = [generate(model, prompt, 7, temperature=0) for prompt in (one, two)]
     for prompt, expected in [(two, alone[1]), (one, alone[0]), (one, alone[0]), (two, alone[1])]:
         np.testing.assert_array_equal(generate(model, prompt, 7, temperature=0), expected)
 
 
-def test_interleaved_streams_do_not_meet(model):
+def test_interleaved_streams_are_independent(model):
     prompts = prompts_of([3, 6])
     streams = [stream(model, prompt, 6, temperature=0) for prompt in prompts]
     pairs = list(zip(*streams, strict=True))
@@ -104,7 +104,7 @@ def test_greedy_tokens_equal_those_of_transformers(reference, name, use_cache):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_real_model_sorts_all_729(reference, use_cache):
+def test_a_pretrained_sorting_model_sorts_all_729_sequences(reference, use_cache):
     model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "gpt-nano-sort")
     prompts = np.stack(np.meshgrid(*[np.arange(3)] * 6), axis=-1).reshape(-1, 6)
     ids = generate(model, prompts, 6, temperature=0, use_cache=use_cache)
@@ -112,7 +112,7 @@ def test_a_real_model_sorts_all_729(reference, use_cache):
 
 
 @pytest.mark.slow
-def test_a_real_model_adds_all_pairs_of_two_digits(reference):
+def test_a_pretrained_adder_adds_all_pairs_of_two_digit_numbers(reference):
     model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "mingpt-adder-2digit")
     a, b = np.divmod(np.arange(10_000), 100)
     prompts = np.stack([a // 10, a % 10, b // 10, b % 10], axis=-1)
@@ -120,7 +120,7 @@ def test_a_real_model_adds_all_pairs_of_two_digits(reference):
     np.testing.assert_array_equal(ones + 10 * tens + 100 * hundreds, a + b)
 
 
-# ------------------------------------------------------------------------------------------ prompts of many lengths
+# ----------------------------------------------------------------------------------------- prompts of different lengths
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -136,7 +136,7 @@ def test_each_row_equals_its_prompt_alone(position, use_cache):
         np.testing.assert_allclose(log, log_alone[0], rtol=0, atol=1e-12)
 
 
-def test_ids_that_padding_is_made_of_are_read_like_any_other(model):
+def test_the_id_that_pads_is_an_ordinary_token_in_a_prompt(model):
     prompts = [[0, 0, 1, 2], [3, 0, 1, 2], [1, 2], [0], [0, 0]]
     ids = generate(model, prompts, 6, temperature=0)
     for row, prompt in zip(ids, prompts, strict=True):
@@ -144,7 +144,7 @@ def test_ids_that_padding_is_made_of_are_read_like_any_other(model):
     assert len({tuple(row[-6:]) for row in ids}) == 5
 
 
-def test_rows_of_one_length_come_as_an_array_and_others_as_a_list(model):
+def test_rows_of_equal_length_are_an_array_and_others_a_list(model):
     same = generate(model, [[1, 2], [3, 4], [5, 6]], 3, seed=0)
     assert same.shape == (3, 5)
     assert same.dtype == np.int64
@@ -169,7 +169,7 @@ def test_rows_of_one_length_come_as_an_array_and_others_as_a_list(model):
     ],
     ids=str,
 )
-def test_a_prompt_may_be_anything_that_holds_integers(model, prompt):
+def test_a_prompt_may_be_any_sequence_of_integers(model, prompt):
     np.testing.assert_array_equal(generate(model, prompt, 5, temperature=0)[0], naive(model, [3, 1, 4], 5))
 
 
@@ -181,10 +181,10 @@ def test_the_prompt_is_neither_changed_nor_shared(model):
         assert not np.shares_memory(ids, prompt)
 
 
-# ---------------------------------------------------------------------------------------------------------- stopping
+# ------------------------------------------------------------------------------------------------------------- stopping
 
 
-def test_every_row_stops_by_itself_and_equals_its_prompt_alone(model):
+def test_rows_stop_independently_and_equal_their_prompt_alone(model):
     prompts = prompts_of([4, 2, 6, 1, 3], seed=3)
     whole = [naive(model, prompt, 7) for prompt in prompts]
     stop = int(whole[1][4])
@@ -201,7 +201,7 @@ def test_every_row_stops_by_itself_and_equals_its_prompt_alone(model):
     assert min(lengths) < 7
 
 
-def test_a_row_that_has_stopped_is_computed_no_more(model, monkeypatch):
+def test_a_stopped_row_is_not_computed_any_more(model, monkeypatch):
     prompts = prompts_of([4, 4, 4], seed=3)
     whole = [naive(model, prompt, 9)[4:] for prompt in prompts]
     stops = [int(new[i]) for new, i in zip(whole, [1, 3, 6], strict=True)]
@@ -228,9 +228,9 @@ def test_a_stop_token_in_the_prompt_stops_nothing():
 
 
 @pytest.mark.parametrize("stop", ["cd", ["zz", "cd"], ["cdc", "d", "b"], "abcabcd"])
-def test_a_stop_string_is_found_where_its_last_token_completes_it(stop):
+def test_a_row_stops_at_the_token_that_completes_a_string(stop):
     tokenizer = CharTokenizer("abcdz")
-    text = "cdabcabcdcd"  # begins with a stop string, as prompt
+    text = "cdabcabcdcd"  # the prompt, its first two characters, is a stop string
     model = Scripted(tokenizer.encode(text), vocab_size=5)
     ids = generate(model, tokenizer.encode("cd"), 9, temperature=0, stop=stop, tokenizer=tokenizer)
     strings = [stop] if isinstance(stop, str) else stop
@@ -239,14 +239,14 @@ def test_a_stop_string_is_found_where_its_last_token_completes_it(stop):
     assert "".join(stream(model, tokenizer.encode("cd"), 9, 0, stop=stop, tokenizer=tokenizer)) == expected[2:]
 
 
-def test_a_stop_string_begins_in_the_new_text():
+def test_a_stop_string_must_be_entirely_in_the_new_text():
     tokenizer = CharTokenizer("ab")
     model = Scripted(tokenizer.encode("abbabb"), vocab_size=2)
     ids = generate(model, tokenizer.encode("ab"), 4, temperature=0, stop="bb", tokenizer=tokenizer)
     assert tokenizer.decode(ids[0]) == "abbabb"  # not "abb", whose first b is in the prompt
 
 
-def test_ids_and_strings_stop_together():
+def test_ids_and_strings_can_be_combined():
     tokenizer = CharTokenizer("abc")
     model = Scripted(tokenizer.encode("aabcabc"), vocab_size=3)
     for stop, expected in [(["ca", 1], "aab"), (["bc", 0], "aa"), (("b", 2), "aab")]:
@@ -264,23 +264,23 @@ def test_ids_and_strings_stop_together():
         ([[1, 2]], TypeError, "token id, a string, or a list"),
     ],
 )
-def test_a_stop_that_cannot_be_is_refused(model, stop, error, message):
+def test_an_invalid_stop_is_refused(model, stop, error, message):
     with pytest.raises(error, match=message):
         generate(model, [1], 3, stop=stop)
 
 
 @pytest.mark.parametrize(("stop", "message"), [("", "empty string"), ("x", "'x'.*not in the vocabulary")])
-def test_a_stop_string_that_cannot_be_written_is_refused(model, stop, message):
+def test_a_stop_string_that_cannot_be_encoded_is_refused(model, stop, message):
     with pytest.raises(ValueError, match=message):
         generate(model, [1], 3, stop=stop, tokenizer=CharTokenizer("abc"))
 
 
-# ------------------------------------------------------------------------------------------------ how many, and where
+# --------------------------------------------------------------------------------------------------- length and context
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("new", [0, 1, 3, 5, np.int64(2)])
-def test_max_new_tokens_counts_the_new_ones(model, new, use_cache):
+def test_max_new_tokens_is_the_number_of_new_tokens(model, new, use_cache):
     prompt = [5, 4, 3, 2, 1]
     np.testing.assert_array_equal(
         generate(model, prompt, new, temperature=0, use_cache=use_cache), [naive(model, prompt, new)]
@@ -289,19 +289,19 @@ def test_max_new_tokens_counts_the_new_ones(model, new, use_cache):
 
 
 @pytest.mark.parametrize("new", [-1, 2.0, True, None, "3"])
-def test_a_max_new_tokens_that_is_no_count_is_refused(model, new):
+def test_an_invalid_max_new_tokens_is_refused(model, new):
     with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 0"):
         generate(model, [1], new)
 
 
 @pytest.mark.parametrize("length", [1, 7, BLOCK])
-def test_prompt_and_new_tokens_may_be_one_more_than_the_context(model, length):
+def test_prompt_and_new_tokens_may_exceed_the_context_by_one(model, length):
     (prompt,) = prompts_of([length])
     assert generate(model, prompt, BLOCK + 1 - length).shape == (1, BLOCK + 1)
 
 
 @pytest.mark.parametrize(("length", "new"), [(1, BLOCK + 1), (7, 8), (BLOCK, 2), (BLOCK + 1, 1), (30, 1)])
-def test_a_full_context_is_an_error_before_anything_is_computed(model, monkeypatch, length, new):
+def test_a_full_context_raises_before_the_model_is_called(model, monkeypatch, length, new):
     monkeypatch.setattr(tg.nn.GPT, "forward", None)
     (prompt,) = prompts_of([length])
     for call in (generate, stream):
@@ -309,7 +309,7 @@ def test_a_full_context_is_an_error_before_anything_is_computed(model, monkeypat
             call(model, prompt, new)
 
 
-def test_a_long_prompt_comes_back_when_nothing_new_is_asked_for(model):
+def test_a_long_prompt_is_returned_if_no_new_token_is_requested(model):
     (prompt,) = prompts_of([30])
     np.testing.assert_array_equal(generate(model, prompt, 0), [prompt])
 
@@ -317,7 +317,7 @@ def test_a_long_prompt_comes_back_when_nothing_new_is_asked_for(model):
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("length", [1, BLOCK - 2, BLOCK, BLOCK + 1, 30])
-def test_sliding_continues_the_last_tokens_that_fit(position, use_cache, length):
+def test_sliding_reads_the_last_block_size_tokens(position, use_cache, length):
     model = make_model(position)
     (prompt,) = prompts_of([length])
     new = BLOCK + 7
@@ -341,7 +341,7 @@ def test_each_row_of_a_sliding_batch_equals_its_prompt_alone(position, use_cache
     assert len({len(row) - len(prompt) for row, prompt in zip(ids, prompts, strict=True)}) > 1
 
 
-def test_sliding_says_so_where_it_was_asked_for_and_only_when_it_slides(model):
+def test_sliding_warns_at_the_line_of_the_call_and_only_if_the_context_is_full(model):
     for call in (generate, stream):
         with pytest.warns(ContextFullWarning) as notes:
             call(model, [1], BLOCK + 1, on_full="slide")
@@ -349,12 +349,12 @@ def test_sliding_says_so_where_it_was_asked_for_and_only_when_it_slides(model):
         call(model, [1], BLOCK, on_full="slide")  # a warning would be an error
 
 
-def test_an_on_full_that_is_unknown_is_refused(model):
+def test_an_unknown_on_full_is_refused(model):
     with pytest.raises(ValueError, match="on_full must be one of 'error', 'slide', got 'crop'"):
         generate(model, [1], 1, on_full="crop")
 
 
-# --------------------------------------------------------------------------------------------------- prompts in error
+# ------------------------------------------------------------------------------------------------------ invalid prompts
 
 
 @pytest.mark.parametrize("idx", [[], np.zeros((1, 0), int), np.zeros(0), [[]], [[1, 2], []]], ids=str)
@@ -385,13 +385,13 @@ def test_an_empty_prompt_is_refused(model, idx):
     ids=repr,
 )
 @pytest.mark.parametrize("new", [0, 3])
-def test_a_prompt_that_cannot_be_is_refused(model, idx, error, message, new):
+def test_an_invalid_prompt_is_refused(model, idx, error, message, new):
     for call in (generate, stream):
         with pytest.raises(error, match=message):
             call(model, idx, new)
 
 
-def test_a_model_that_says_nan_is_not_listened_to():
+def test_logits_that_are_nan_are_refused():
     model = make_model()
     model.lm_head.weight.assign_(np.full(model.lm_head.weight.shape, np.nan))
     for temperature in (0, 1):
@@ -399,10 +399,10 @@ def test_a_model_that_says_nan_is_not_listened_to():
             generate(model, [1], 3, temperature=temperature)
 
 
-# --------------------------------------------------------------------------------------------------------------- seed
+# ----------------------------------------------------------------------------------------------------------------- seed
 
 
-def test_a_seed_draws_the_same_tokens_whatever_numpy_draws_in_between(model):
+def test_a_seed_draws_the_same_tokens_independently_of_numpys_generator(model):
     def drawn(seed):
         np.random.rand(3)
         return generate(model, [[1, 2], [3, 4]], 10, temperature=1.5, seed=seed).tolist()
@@ -413,7 +413,7 @@ def test_a_seed_draws_the_same_tokens_whatever_numpy_draws_in_between(model):
     assert drawn(None) != drawn(None)
 
 
-def test_the_global_generator_is_not_disturbed(model):
+def test_the_global_generator_is_not_used(model):
     np.random.seed(7)
     before = np.random.get_state()[1:3]
     generate(model, [1, 2], 5, seed=3)
@@ -428,7 +428,7 @@ def test_equal_prompts_of_a_batch_draw_differently(model):
     assert a != b != c != a
 
 
-def test_rows_behind_a_row_do_not_matter_to_its_draws(model):
+def test_the_draws_of_a_row_do_not_depend_on_the_rows_after_it(model):
     prompts = prompts_of([3, 5, 2])
     three = generate(model, prompts, 6, temperature=2.0, seed=11)
     two = generate(model, prompts[:2], 6, temperature=2.0, seed=11)
@@ -438,7 +438,7 @@ def test_rows_behind_a_row_do_not_matter_to_its_draws(model):
     np.testing.assert_array_equal(three[0], one[0])
 
 
-def test_drawn_tokens_come_as_often_as_the_model_says(model):
+def test_tokens_are_drawn_with_the_probabilities_of_the_model(model):
     n = 4000
     drawn = generate(model, [[3, 1]] * n, 1, temperature=2.0, top_k=5, seed=0)[:, 2]
     with tg.no_grad():
@@ -459,7 +459,7 @@ def test_cached_draws_equal_uncached_ones(model):
     np.testing.assert_allclose(logs, logs_again, rtol=0, atol=1e-12)
 
 
-def test_log_probabilities_are_the_models_own_whatever_is_drawn_from(model):
+def test_log_probabilities_are_those_before_temperature_top_k_and_top_p(model):
     prompt = [3, 1, 4]
     ids, logs = generate(model, prompt, 8, temperature=0.5, top_k=3, top_p=0.8, seed=1, logprobs=True)
     with tg.no_grad():
@@ -470,13 +470,13 @@ def test_log_probabilities_are_the_models_own_whatever_is_drawn_from(model):
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 1.5}], ids=str)
-def test_options_are_checked_when_called_also_where_nothing_is_drawn(model, options):
+def test_options_are_checked_at_the_call_even_if_nothing_is_drawn(model, options):
     for call in (generate, stream):
         with pytest.raises(ValueError, match=next(iter(options))):
             call(model, [1], 0, **options)
 
 
-# ---------------------------------------------------------------------------------------------- modes of the caller
+# -------------------------------------------------------------------------------------------------- modes of the caller
 
 
 def modes(model):
@@ -501,7 +501,7 @@ def test_a_model_left_in_train_mode_generates_without_dropout_and_stays_in_it():
     assert generators == {name: rng.bit_generator.state for name, rng in model.generators().items()}
 
 
-def test_the_mode_comes_back_after_an_exception(monkeypatch):
+def test_the_mode_is_restored_after_an_exception(monkeypatch):
     model = make_model(dropout=0.5).train()
 
     def fails(self, x):
@@ -527,7 +527,7 @@ def test_code_between_tokens_records_gradients(model):
     assert x.grad == 5 * 6.0
 
 
-def test_a_stream_follows_the_mode_of_whoever_asks(model):
+def test_the_gradient_mode_of_the_caller_holds_between_tokens(model):
     tokens = stream(model, [1, 2], 5)
     with tg.no_grad():
         next(tokens)
@@ -554,10 +554,10 @@ def test_generation_leaves_no_graph_and_no_gradient():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# ------------------------------------------------------------------------------------------------------------- stream
+# --------------------------------------------------------------------------------------------------------------- stream
 
 
-def test_a_stream_gives_what_generate_gives(model):
+def test_a_stream_yields_the_tokens_of_generate(model):
     options = {"temperature": 1.2, "top_k": 9, "seed": 3}
     (ids,) = generate(model, [1, 2, 3], 8, **options)
     tokens = list(stream(model, [1, 2, 3], 8, **options))
@@ -565,7 +565,7 @@ def test_a_stream_gives_what_generate_gives(model):
     assert {type(token) for token in tokens} == {int}
 
 
-def test_a_stream_of_several_gives_minus_one_for_rows_that_have_stopped(model):
+def test_a_stream_of_several_prompts_yields_minus_one_for_stopped_rows(model):
     prompts = prompts_of([4, 2, 6], seed=3)
     stop = int(naive(model, prompts[1], 3)[-1])
     rows = np.stack(list(stream(model, prompts, 7, temperature=0, stop=stop)), axis=1)
@@ -573,10 +573,10 @@ def test_a_stream_of_several_gives_minus_one_for_rows_that_have_stopped(model):
     assert (rows == -1).any()
     for row, prompt, expected in zip(rows, prompts, ids, strict=True):
         np.testing.assert_array_equal(row[row >= 0], expected[len(prompt) :])
-        assert (np.diff((row >= 0).astype(int)) <= 0).all()  # the -1 come last
+        assert (np.diff((row >= 0).astype(int)) <= 0).all()  # -1 only at the end
 
 
-def test_a_stream_begins_when_it_is_asked(model, monkeypatch):
+def test_a_stream_computes_nothing_before_the_first_token_is_requested(model, monkeypatch):
     tokens = stream(model, [1, 2], 5, temperature=0)
     monkeypatch.setattr(tg.nn.GPT, "forward", None)
     with pytest.raises(TypeError):
@@ -592,13 +592,13 @@ def test_a_stream_of_text_never_cuts_a_character(prompt_bytes):
     script = BYTES.encode(text)
     model = Scripted(script, vocab_size=256)
     pieces = list(stream(model, script[:prompt_bytes], len(script) - prompt_bytes, 0, tokenizer=BYTES))
-    assert len(pieces) == len(script) - prompt_bytes  # one thing per token
-    # a character that the prompt has begun is given out whole
+    assert len(pieces) == len(script) - prompt_bytes  # one per token
+    # a character that begins in the prompt is yielded as a whole
     assert "".join(pieces) == {1: "ß地😀z", 2: "ß地😀z", 3: "地😀z"}[prompt_bytes]
     assert {len(piece) for piece in pieces} == {0, 1}
 
 
-def test_a_character_that_stays_incomplete_is_shown_at_the_end():
+def test_a_character_that_stays_incomplete_is_replaced_at_the_end():
     script = BYTES.encode("a地b")
     pieces = list(stream(Scripted(script, vocab_size=256), script[:1], 2, 0, tokenizer=BYTES))
     assert pieces == ["", "\ufffd"]
@@ -613,7 +613,7 @@ def test_a_stop_string_may_end_inside_a_token_and_begin_in_another():
     assert tokenizer.decode(ids[0]) == "ababcd"
 
 
-def test_a_stream_of_several_texts_gives_one_piece_for_each():
+def test_a_stream_of_several_texts_yields_one_piece_for_each():
     model = make_model()
     tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyzäöü")
     prompts = prompts_of([4, 2, 6], seed=3)
@@ -625,11 +625,11 @@ def test_a_stream_of_several_texts_gives_one_piece_for_each():
         assert "".join(pieces) == tokenizer.decode(row[len(prompt) :])
 
 
-# --------------------------------------------------------------------------------------------------------------- beam
+# ----------------------------------------------------------------------------------------------------------------- beam
 
 
 def every_text(n, vocab_size, stop):
-    """All texts of up to n tokens, of which those that are shorter end with `stop`, and none goes on behind one."""
+    """All texts that end with their first `stop`, or have n tokens without one before the last."""
     for length in range(1, n + 1):
         for text in itertools.product(range(vocab_size), repeat=length):
             if stop not in text[:-1] and (length == n or text[-1] == stop):
@@ -639,7 +639,7 @@ def every_text(n, vocab_size, stop):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("length_penalty", [0.0, 0.9])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_beam_as_wide_as_all_texts_finds_what_trying_all_finds(seed, length_penalty, use_cache):
+def test_a_beam_as_wide_as_the_number_of_texts_finds_the_best_of_all(seed, length_penalty, use_cache):
     rng = np.random.default_rng(seed)
     model = tg.nn.GPT(tg.nn.GPTConfig(3, 7, 2, 2, 10, tie_weights=False), seed=seed).astype(np.float64)
     for parameter in model.parameters():
@@ -661,7 +661,7 @@ def test_a_beam_as_wide_as_all_texts_finds_what_trying_all_finds(seed, length_pe
     np.testing.assert_allclose(logs[0], log_probabilities(best), rtol=0, atol=1e-12)
 
 
-def test_a_wider_beam_finds_a_likelier_text_than_greed(model):
+def test_a_wide_beam_finds_a_more_probable_text_than_greedy_decoding(model):
     gains = []
     for prompt in prompts_of([3] * 7, seed=2):
         _, greedy = generate(model, prompt, 5, temperature=0, logprobs=True)
@@ -671,14 +671,14 @@ def test_a_wider_beam_finds_a_likelier_text_than_greed(model):
     assert max(gains) > 0.1
 
 
-def test_a_beam_of_each_row_is_that_of_its_prompt_alone(model):
+def test_the_beam_of_a_row_equals_that_of_its_prompt_alone(model):
     prompts = prompts_of([4, 2, 6])
     for row, prompt in zip(generate(model, prompts, 5, beam=3, stop=[3, 20]), prompts, strict=True):
         np.testing.assert_array_equal(row, generate(model, prompt, 5, beam=3, stop=[3, 20], use_cache=False)[0])
 
 
 @pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
-def test_a_beam_slides_as_drawing_does(model):
+def test_a_beam_slides_when_the_context_is_full(model):
     (prompt,) = prompts_of([BLOCK - 1])
     cached, uncached = (generate(model, prompt, 5, beam=3, use_cache=use, on_full="slide") for use in (True, False))
     np.testing.assert_array_equal(cached, uncached)
@@ -692,25 +692,25 @@ def test_a_beam_stops_at_a_string():
     assert tokenizer.decode(ids[0]) == "abcab"
 
 
-def test_a_beam_writes_nothing_when_nothing_is_asked_for(model):
+def test_a_beam_adds_nothing_if_no_new_token_is_requested(model):
     ids, logs = generate(model, [1, 2], 0, beam=3, logprobs=True)
     np.testing.assert_array_equal(ids, [[1, 2]])
     assert logs.shape == (1, 0)
 
 
 @pytest.mark.parametrize("beam", [0, -1, 1.5, True, None])
-def test_a_beam_that_is_no_count_is_refused(model, beam):
+def test_an_invalid_beam_is_refused(model, beam):
     with pytest.raises(ValueError, match="beam must be an integer of at least 1"):
         generate(model, [1], 3, beam=beam)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
-def test_a_beam_and_drawing_exclude_each_other(model, options):
+def test_a_beam_cannot_be_combined_with_sampling(model, options):
     with pytest.raises(ValueError, match="a beam search draws nothing"):
         generate(model, [1], 3, beam=2, **options)
 
 
-# --------------------------------------------------------------------------------------------------------------- cost
+# ----------------------------------------------------------------------------------------------------------------- cost
 
 
 def cost(model, prompt, new, use_cache=True):
@@ -720,7 +720,7 @@ def cost(model, prompt, new, use_cache=True):
 
 
 @pytest.mark.filterwarnings("ignore::tinygrad_mha.decoding.ContextFullWarning")
-def test_multiply_adds_by_hand():
+def test_multiply_adds_of_a_small_model_by_hand():
     config = tg.nn.GPTConfig(vocab_size=11, block_size=3, n_layer=1, n_head=1, n_embd=2, n_inner=5)
     model = tg.nn.GPT(config)
     # per token: 2*6 for Q, K and V, 2*2 for W_O, 2*5 + 5*2 for the mlp = 36; per pair of tokens: 2 + 2; head: 2*11 = 22
@@ -745,7 +745,9 @@ def test_multiply_adds_by_hand():
     ],
     ids=["gpt2", "grouped", "llama", "gpt1"],
 )
-def test_counted_multiply_adds_are_those_that_numpy_does(monkeypatch, options, prompt, new, use_cache):
+def test_counted_multiply_adds_are_those_of_the_arrays_that_were_multiplied(
+    monkeypatch, options, prompt, new, use_cache
+):
     model = make_model(**options)
     counted = cost(model, prompt, new, use_cache)
     done = []
@@ -794,7 +796,7 @@ def test_multiply_adds_of_a_gated_feed_forward_part(rng):
     assert count_multiply_adds(y) == 3 * 3 * 5 * 7
 
 
-def test_a_fused_primitive_of_a_users_own_costs_what_its_composition_costs(own_primitives, rng):
+def test_a_users_fused_primitive_is_counted_by_its_composition(own_primitives, rng):
     @tg.ops.primitive
     def two_products(x, v, w):
         return x @ v @ w

@@ -1,4 +1,4 @@
-"""nanoGPT's training run, replayed from its initial weights and batches, against what torch recorded."""
+"""A training run of nanoGPT, replayed from its initial weights and batches and compared with the recorded numbers."""
 
 import importlib.util
 from pathlib import Path
@@ -37,11 +37,11 @@ def test_the_first_hundred_and_one_updates_are_those_of_nanogpt(replay):
 
 
 @pytest.mark.slow
-def test_the_untrained_model_is_evaluated_as_nanogpt_evaluates_it(replay):
+def test_the_evaluation_of_the_untrained_model_is_that_of_nanogpt(replay):
     assert replay.evaluate() == pytest.approx((4.1676, 4.1649), abs=1e-4)
 
 
-def test_the_optimizer_knows_each_parameter_once_and_decays_matrices_only(replay):
+def test_the_optimizer_has_each_parameter_once_and_decays_matrices_only(replay):
     decayed, rest = replay.optimizer.groups
     assert len(decayed["params"]) + len(rest["params"]) == 27
     assert {p.ndim for p in decayed["params"]} == {2}
@@ -50,7 +50,7 @@ def test_the_optimizer_knows_each_parameter_once_and_decays_matrices_only(replay
     assert any(p is replay.model.lm_head.weight is replay.model.wte.weight for p in decayed["params"])
 
 
-def test_weights_are_transposed_on_their_way_here_and_the_head_stays_tied(replay):
+def test_recorded_weights_are_transposed_and_the_head_is_tied(replay):
     recorded = replay.recorded["init.transformer.h.2.attn.c_proj.weight"]
     assert np.array_equal(dict(replay.model.named_parameters())["h.2.attn.c_proj.weight"].numpy(), recorded.T)
     assert not np.array_equal(recorded, recorded.T)

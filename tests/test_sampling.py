@@ -1,4 +1,4 @@
-"""How one token is drawn from logits."""
+"""Sampling: temperature, top-k, top-p, and the draw of one token from logits."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-# --------------------------------------------------------------------------------------------------------- temperature
+# ---------------------------------------------------------------------------------------------------------- temperature
 
 
 def test_temperature_divides_the_logits(rng):
@@ -35,7 +35,7 @@ def test_temperature_divides_the_logits(rng):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("temperature", [0, 1e-3, 1e-8, 1e-30, 1e-45, 5e-324, np.float32(1e-30)])
-def test_a_tiny_temperature_is_the_likeliest_token_without_overflow(temperature, dtype):
+def test_a_tiny_temperature_gives_the_most_probable_token_without_overflow(temperature, dtype):
     x = np.array([[10, -5, 88.0, 3], [1e30, -1e30, 0, -1]], dtype)
     np.testing.assert_array_equal(compute_probabilities(x, temperature), [[0, 0, 1, 0], [1, 0, 0, 0]])
 
@@ -44,7 +44,7 @@ def test_a_large_temperature_is_uniform():
     np.testing.assert_allclose(compute_probabilities(np.array([3.0, -2.0, 0.0, 1.0, 5.0]), 1e12), 0.2, rtol=1e-11)
 
 
-def test_greedy_takes_the_first_of_equals():
+def test_greedy_decoding_takes_the_first_of_equals():
     np.testing.assert_array_equal(compute_probabilities(np.array([1.0, 5.0, 5.0]), 0), [0, 1, 0])
 
 
@@ -54,12 +54,12 @@ def test_temperature_makes_the_largest_logit_zero(x, temperature):
 
 
 @pytest.mark.parametrize("temperature", [-1, -1e-9, math.inf, math.nan, "hot", None, True])
-def test_a_temperature_that_is_none_is_refused(temperature):
+def test_an_invalid_temperature_is_refused(temperature):
     with pytest.raises(ValueError, match="temperature must be a number"):
         compute_probabilities(np.zeros(5), temperature)
 
 
-# --------------------------------------------------------------------------------------------------------------- top-k
+# ---------------------------------------------------------------------------------------------------------------- top-k
 
 
 @pytest.mark.parametrize("k", [5, 6, 100_000])
@@ -68,32 +68,32 @@ def test_top_k_of_the_vocabulary_or_more_keeps_all(k, rng):
     np.testing.assert_array_equal(keep_top_k(x, k), x)
 
 
-def test_top_k_keeps_the_k_likeliest_of_each_row():
+def test_top_k_keeps_the_k_largest_of_each_row():
     x = np.array([[1.0, 4.0, 2.0, 3.0, 0.0], [9.0, 5.0, 6.0, 7.0, 8.0]])
     low = -np.inf
     np.testing.assert_array_equal(keep_top_k(x, 3), [[low, 4, 2, 3, low], [9, low, low, 7, 8]])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=11), st.integers(1, 13))
-def test_top_k_keeps_exactly_k_of_equals_too_the_first_ones(values, k):
+def test_top_k_keeps_exactly_k_and_the_first_of_equals(values, k):
     x = np.array(values, float)
     kept = np.flatnonzero(np.isfinite(keep_top_k(x, k)))
     np.testing.assert_array_equal(kept, sorted(np.argsort(-x, kind="stable")[:k]))
 
 
-def test_top_k_of_one_is_always_the_likeliest(rng):
+def test_top_k_of_one_is_greedy(rng):
     x = rng.standard_normal((11, 7))
     x[3] = 0.0
     np.testing.assert_array_equal(compute_probabilities(x, 100.0, top_k=1), compute_probabilities(x, 0))
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, 2.0, True, "3"])
-def test_a_top_k_that_is_no_count_is_refused(k):
+def test_an_invalid_top_k_is_refused(k):
     with pytest.raises(ValueError, match="top_k must be an integer of at least 1"):
         compute_probabilities(np.zeros(5), top_k=k)
 
 
-# --------------------------------------------------------------------------------------------------------------- top-p
+# ---------------------------------------------------------------------------------------------------------------- top-p
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_top_k_that_is_no_count_is_refused(k):
     [
         (0.9, [0.5, 0.41, 0.09], [0.54945055, 0.45054945, 0]),
         (0.8, [0.4, 0.3, 0.2, 0.1], [4 / 9, 3 / 9, 2 / 9, 0]),
-        (0.8, [0.1, 0.3, 0.4, 0.2], [0, 3 / 9, 4 / 9, 2 / 9]),  # back in the order in which they came
-        (0.75, [0.25, 0.5, 0.25], [1 / 3, 2 / 3, 0]),  # a sum that is p exactly is enough
-        (0.9, [0.1, 0.2, 0.3, 0.4], [0, 2 / 9, 3 / 9, 4 / 9]),  # also where rounding leaves it a little short
+        (0.8, [0.1, 0.3, 0.4, 0.2], [0, 3 / 9, 4 / 9, 2 / 9]),  # in the order of the input
+        (0.75, [0.25, 0.5, 0.25], [1 / 3, 2 / 3, 0]),  # a sum of exactly p is enough
+        (0.9, [0.1, 0.2, 0.3, 0.4], [0, 2 / 9, 3 / 9, 4 / 9]),  # also if rounding makes the sum slightly smaller
         (0.6, [0.2] * 5, [1 / 3, 1 / 3, 1 / 3, 0, 0]),  # the first of equals
         (1e-9, [0.3, 0.5, 0.2], [0, 1, 0]),
         (0, [0.3, 0.5, 0.2], [0, 1, 0]),
@@ -116,12 +116,12 @@ def test_top_p_keeps_the_token_that_crosses(p, given_p, expected, dtype):
 
 
 def test_top_p_of_one_keeps_all_of_many(rng):
-    x = rng.standard_normal((3, 1009)) * 10  # probabilities down to 1e-30: their sum rounds to 1 long before the end
+    x = rng.standard_normal((3, 1009)) * 10  # the running sum rounds to 1 long before the end
     np.testing.assert_array_equal(keep_top_p(x, 1.0), x)
 
 
 @given(logits, st.floats(0.01, 0.99))
-def test_top_p_is_the_smallest_set_that_holds_p(x, p):
+def test_top_p_keeps_the_smallest_set_with_probability_p(x, p):
     full = softmax(x)
     kept = np.isfinite(keep_top_p(x, p))
     assert full[kept].sum() >= p - 2e-6
@@ -129,12 +129,12 @@ def test_top_p_is_the_smallest_set_that_holds_p(x, p):
     assert kept.all() or full[kept].min() >= full[~kept].max()
 
 
-def test_top_p_looks_at_each_row_alone(rng):
+def test_top_p_treats_each_row_independently(rng):
     x = rng.standard_normal((7, 11)) * 3
     np.testing.assert_array_equal(keep_top_p(x, 0.6), np.stack([keep_top_p(row, 0.6) for row in x]))
 
 
-def test_top_p_counts_what_temperature_and_top_k_have_left():
+def test_top_p_applies_to_the_result_of_temperature_and_top_k():
     x = np.log([0.4, 0.3, 0.2, 0.1])
     # of 0.4 and 0.3 alone the first is 4/7 > 0.5; of all four it would be 0.4 < 0.5
     np.testing.assert_array_equal(compute_probabilities(x, top_k=2, top_p=0.5), [1, 0, 0, 0])
@@ -143,15 +143,15 @@ def test_top_p_counts_what_temperature_and_top_k_have_left():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, "0.9", True, [0.9]])
-def test_a_top_p_that_is_no_share_is_refused(p):
+def test_an_invalid_top_p_is_refused(p):
     with pytest.raises(ValueError, match="top_p must be a probability, from 0 to 1"):
         compute_probabilities(np.zeros(5), top_p=p)
 
 
-# ---------------------------------------------------------------------------------------------------------------- draw
+# ----------------------------------------------------------------------------------------------------------------- draw
 
 
-def test_draws_come_as_often_as_their_probabilities_say():
+def test_indices_are_drawn_with_their_probabilities():
     p = compute_probabilities(np.log([0.05, 0.5, 0.15, 0.3]), top_p=0.94)
     rng = np.random.default_rng(0)
     n = 20_000
@@ -163,7 +163,7 @@ def test_draws_come_as_often_as_their_probabilities_say():
 
 
 class Fixed:
-    """A generator that draws one number for ever."""
+    """A generator that always draws the same number."""
 
     def __init__(self, value):
         self.value = value
@@ -173,7 +173,7 @@ class Fixed:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 1 / 3, 1e-300, 0.1 + 0.2])
-def test_the_lowest_and_highest_random_number_draw_what_has_a_probability(scale):
+def test_extreme_random_numbers_draw_no_index_of_probability_zero(scale):
     p = np.array([0.0, 0.25, 0.0, 0.75, 0.0]) * scale
     assert draw(p, Fixed(0.0)) == 1
     assert draw(p, Fixed(1 - 2**-53)) == 3
@@ -194,7 +194,7 @@ def test_float32_logits_are_sampled_in_float64(rng):
 
 
 @pytest.mark.parametrize("name", ["ex0", "ex1"])
-def test_the_table_of_a_real_gpt2_comes_out(reference, name):
+def test_probabilities_equal_a_recorded_table_of_gpt2(reference, name):
     recorded = json.loads((reference / "gpt2-124m-outputs" / f"{name}.json").read_text())
     p = compute_probabilities(np.array(recorded["logits"]), temperature=0.8, top_k=5)
     assert np.count_nonzero(p) == 5
@@ -202,7 +202,7 @@ def test_the_table_of_a_real_gpt2_comes_out(reference, name):
         assert p[row["tokenId"]] == pytest.approx(row["probability"], abs=1e-12)
 
 
-# --------------------------------------------------------------------------------------------------- log-probabilities
+# ---------------------------------------------------------------------------------------------------- log-probabilities
 
 
 def test_log_probabilities_are_float64_and_allow_impossible_tokens():

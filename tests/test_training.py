@@ -62,7 +62,7 @@ def small(folder=None, **options):
 
 
 def contents(folder):
-    """Every file of a run's folder that must not depend on interruptions."""
+    """The contents of all files of a run that must not depend on interruptions."""
     files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
     files.pop("loss.png", None)
     return files
@@ -73,8 +73,7 @@ CAN_PLOT = report.can_plot
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Neither a picture at the end of every run nor waiting for the disk: a killed process loses nothing that is
-    written, only a dead machine does."""
+    """Write no plots and do not wait for the disk: what a killed process has written is not lost without fsync."""
     report.can_plot, sync, os.fsync = lambda: False, os.fsync, lambda handle: None
     yield
     report.can_plot, os.fsync = CAN_PLOT, sync
@@ -82,7 +81,7 @@ def quick():
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C as in a terminal; whoever starts the tests in the background has it ignored."""
+    """Handle Ctrl-C as in a terminal; it is ignored if the tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -95,7 +94,7 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------ configuration
+# -------------------------------------------------------------------------------------------------------- configuration
 
 
 def test_the_cpu_preset_is_the_cpu_configuration_of_nanogpt():
@@ -108,12 +107,12 @@ def test_the_cpu_preset_is_the_cpu_configuration_of_nanogpt():
     assert config.lr(2000) == 1e-4
 
 
-def test_a_run_shorter_than_its_warmup_only_warms_up():
+def test_a_run_shorter_than_its_warmup_never_reaches_the_full_learning_rate():
     config = preset("cpu", steps=50)
     assert config.lr(49) == pytest.approx(1e-3 * 50 / 101)
 
 
-def test_an_unknown_key_names_the_nearest_known_one():
+def test_an_unknown_option_is_refused_and_the_nearest_one_suggested():
     with pytest.raises(ValueError, match=r"no option 'learning_rat'; did you mean 'learning_rate'\?"):
         TrainConfig(learning_rat=1e-3)
     with pytest.raises(ValueError, match="no option 'zzz'; it has block_size, n_layer"):
@@ -122,7 +121,7 @@ def test_an_unknown_key_names_the_nearest_known_one():
         train("tiny", TEXT, step=3)
 
 
-def test_an_unknown_preset_names_those_that_exist():
+def test_an_unknown_preset_is_refused_and_the_known_ones_listed():
     with pytest.raises(ValueError, match="no preset 'large', expected one of tiny, cpu"):
         train("large", TEXT)
 
@@ -151,18 +150,18 @@ def test_a_width_that_the_heads_do_not_divide_is_refused():
         train(SMALL, TEXT, n_head=4)
 
 
-def test_a_configuration_survives_json():
+def test_a_configuration_round_trips_through_json():
     assert TrainConfig(**json.loads(json.dumps(SMALL.to_dict()))) == SMALL
 
 
-def test_a_configuration_is_printed_as_what_makes_it():
+def test_the_repr_of_a_configuration_evaluates_to_it():
     for config in (SMALL, preset("tiny", position="rotary", n_kv_head=2), preset("cpu")):
         assert eval(repr(config)) == config
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GPTConfig) if field.name != "vocab_size"])
 def test_every_option_of_the_model_is_an_option_of_training(name):
-    """Flat when made, read, printed, saved and changed; the model gets it."""
+    """It has the same name when a configuration is made, read, printed, saved and changed, and reaches the model."""
     value = getattr(SMALL, name)
     assert SMALL.model_options[name] == value == SMALL.to_dict()[name]
     assert f"{name}={value!r}" in repr(SMALL)
@@ -178,7 +177,7 @@ def test_every_option_of_the_model_is_an_option_of_training(name):
         assert getattr(config, name) == getattr(config.make_model_config(11), name) == changed[name]
 
 
-def test_integers_of_numpy_are_integers_and_survive_json():
+def test_numbers_of_numpy_are_accepted_and_round_trip_through_json():
     given = {"steps": np.int64(7), "n_layer": np.int32(3), "seed": np.uint8(5), "learning_rate": np.float32(0.5)}
     config = TrainConfig(**given, betas=np.array([0.5, 0.75]))
     assert (config.steps, config.n_layer, config.seed, config.learning_rate, config.betas) == (
@@ -191,10 +190,10 @@ def test_integers_of_numpy_are_integers_and_survive_json():
     assert TrainConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
-# ----------------------------------------------------------------------------------------------------------- one step
+# ------------------------------------------------------------------------------------------------------------- one step
 
 
-def test_accumulation_weights_every_counted_target_alike(rng):
+def test_accumulation_weights_all_counted_targets_equally(rng):
     model = GPT(GPTConfig(vocab_size=11, block_size=20, n_layer=1, n_head=2, n_embd=6), seed=0).astype(np.float64)
     idx, targets = rng.integers(11, size=(2, 2, 5, 20))
     targets[0, :, 1:] = -100
@@ -209,7 +208,7 @@ def test_accumulation_weights_every_counted_target_alike(rng):
         assert np.allclose(p.grad, g, rtol=0, atol=1e-10)
 
 
-def test_the_mean_of_ten_and_a_hundred_targets_is_not_the_mean_of_means():
+def test_accumulation_is_not_the_mean_of_the_means_of_batches():
     class Fixed:
         def loss(self, idx, targets):
             return tg.Tensor(float(idx[0]), requires_grad=True, dtype=np.float64)
@@ -219,7 +218,7 @@ def test_the_mean_of_ten_and_a_hundred_targets_is_not_the_mean_of_means():
     assert accumulate(Fixed(), [(np.array([1.0]), few), (np.array([3.0]), many)]) == pytest.approx(2.81818182, abs=1e-8)
 
 
-def test_one_batch_of_sixty_trains_like_six_of_ten():
+def test_one_batch_of_sixty_trains_as_six_of_ten():
     large = small(steps=3, dropout=0.0, batch_size=60, accumulate=1)
     parts = small(steps=3, dropout=0.0, batch_size=10, accumulate=6)
     for a, b in zip(large.log.rows, parts.log.rows, strict=True):
@@ -229,7 +228,7 @@ def test_one_batch_of_sixty_trains_like_six_of_ten():
         assert np.allclose(p.numpy(), q.numpy(), rtol=0, atol=1e-5)
 
 
-def test_one_update_moves_every_parameter():
+def test_one_update_changes_every_parameter():
     run = Run(SMALL, TEXT)
     before = run.model.state_dict()
     run.update()
@@ -253,7 +252,7 @@ def test_an_update_follows_the_schedule_and_clips():
     assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
-def test_an_untrained_model_knows_nothing_and_a_trained_one_knows_its_text():
+def test_the_validation_loss_falls_from_that_of_a_uniform_guess():
     run = small(
         dropout=0.0, n_embd=16, accumulate=1, batch_size=16, steps=150, warmup=5, learning_rate=2e-2, eval_interval=150
     )
@@ -262,7 +261,7 @@ def test_an_untrained_model_knows_nothing_and_a_trained_one_knows_its_text():
     assert last["validation_loss"] < 0.5
 
 
-# ---------------------------------------------------------------------------------------------------- the loop's rows
+# -------------------------------------------------------------------------------------------------------------- the log
 
 
 def test_the_log_has_one_row_per_step_and_one_for_the_end(uninterrupted):
@@ -295,13 +294,13 @@ def weights(run):
     return {name: p.numpy().tobytes() for name, p in run.model.named_parameters()}
 
 
-def test_looking_does_not_change_what_is_learned():
+def test_evaluation_and_samples_do_not_change_the_weights():
     plain = small(eval_interval=100, sample_interval=0)
     watched = small(eval_interval=1, eval_batches=3, sample_interval=1, show=lambda event: np.random.rand())
     assert weights(plain) == weights(watched)
 
 
-def test_evaluation_is_without_dropout_and_the_same_every_time():
+def test_evaluation_is_without_dropout_and_repeatable():
     run = Run(SMALL, TEXT)
     run.update()
     first = run.evaluate()
@@ -319,7 +318,7 @@ def test_dropout_and_data_have_their_own_generators():
     assert np.array_equal(next(with_dropout.batches)[0], next(without.batches)[0])
 
 
-def test_seeds_decide_and_zero_is_one_of_them():
+def test_equal_seeds_give_equal_runs_and_zero_is_a_seed():
     zero, again, one = small(seed=0), small(seed=0), small(seed=1)
     assert weights(zero) == weights(again)
     assert zero.log.rows == again.log.rows
@@ -332,7 +331,7 @@ def test_a_run_without_folder_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------------ exact resume
+# --------------------------------------------------------------------------------------------------------- exact resume
 
 
 def test_a_finished_run_keeps_one_whole_checkpoint(uninterrupted):
@@ -368,18 +367,18 @@ def test_a_run_interrupted_after_any_step_resumes_bit_for_bit(tmp_path, uninterr
         assert again.log.rows == [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
-def test_a_finished_run_can_be_resumed_and_stays_the_same(tmp_path, uninterrupted):
+def test_resuming_a_finished_run_changes_nothing(tmp_path, uninterrupted):
     small(tmp_path)
     small(tmp_path, resume=True)
     assert contents(tmp_path) == contents(uninterrupted)
 
 
-def test_resuming_where_there_is_nothing_begins(tmp_path, uninterrupted):
+def test_resuming_an_empty_folder_starts_a_run(tmp_path, uninterrupted):
     small(tmp_path / "new", resume=True)
     assert contents(tmp_path / "new") == contents(uninterrupted)
 
 
-def test_a_resumed_run_finds_its_configuration_and_text_by_itself(tmp_path, uninterrupted):
+def test_a_resumed_run_needs_neither_configuration_nor_text(tmp_path, uninterrupted):
     path = tmp_path / "text"
     path.write_text(TEXT)
     small(tmp_path / "run", text=path, steps=3)
@@ -388,14 +387,14 @@ def test_a_resumed_run_finds_its_configuration_and_text_by_itself(tmp_path, unin
     assert [row["step"] for row in run.log.rows] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_resumed_run_may_go_on_for_longer(tmp_path):
+def test_a_resumed_run_may_have_more_steps(tmp_path):
     small(tmp_path, steps=3, warmup=3)
     longer = small(tmp_path, resume=True, steps=6, warmup=3)
     assert [row["step"] for row in longer.log.rows] == list(range(7))
     assert "loss" in longer.log.rows[3]
 
 
-def test_a_run_with_byte_pairs_resumes_with_them(tmp_path):
+def test_a_run_with_a_byte_pair_tokenizer_resumes_with_it(tmp_path):
     pytest.importorskip("tokenizers")
     merges = [("t", "h"), ("th", "e")]
     vocab = {token: i for i, token in enumerate([*BYTE_SYMBOLS, "th", "the"])}
@@ -409,7 +408,7 @@ def test_a_run_with_byte_pairs_resumes_with_them(tmp_path):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_interruption_acts_at_once(tmp_path):
+def test_a_second_interruption_stops_at_once(tmp_path):
     def interrupt_twice(event):
         if event["event"] == "step" and event["step"] == 4:
             os.kill(os.getpid(), signal.SIGINT)
@@ -457,7 +456,7 @@ small(whole, **SHORT)
 expected = contents(whole)
 
 def child(prepare):
-    "Train in a child process that `prepare` has given a reason to die."
+    "Train in a child process, in which `prepare` is called first."
     pid = os.fork()
     if pid == 0:
         try:
@@ -565,11 +564,11 @@ def test_a_process_killed_at_random_moments_resumes_bit_for_bit(tmp_path):
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-# ------------------------------------------------------------------------------------------------------- what can fail
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("fails_at", range(1, 8))
-def test_a_failing_replace_keeps_the_old_checkpoint_and_is_reported(tmp_path, monkeypatch, fails_at):
+def test_a_failing_rename_keeps_the_old_checkpoint_and_raises(tmp_path, monkeypatch, fails_at):
     run = Run(SMALL, TEXT, folder=tmp_path)
     loop.create_folder(run)
     run.update()
@@ -639,7 +638,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
         small(tmp_path / "a", resume=True)
 
 
-def test_another_configuration_is_refused_and_says_what_differs(tmp_path):
+def test_another_configuration_is_refused_with_all_differences(tmp_path):
     small(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match=r"n_embd is 6, not 10; learning_rate is 0.01, not 0.02"):
         small(tmp_path, resume=True, n_embd=10, learning_rate=0.02)
@@ -655,13 +654,13 @@ def test_another_text_is_refused(tmp_path):
         train(folder=tmp_path, resume=True, show="quiet")
 
 
-def test_fewer_steps_than_there_were_are_refused(tmp_path):
+def test_fewer_steps_than_taken_are_refused(tmp_path):
     small(tmp_path, steps=3)
     with pytest.raises(ValueError, match="taken 3 steps, more than the 2"):
         small(tmp_path, resume=True, steps=2)
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     small(tmp_path, steps=1)
     before = contents(tmp_path)
     with pytest.raises(ValueError, match="contains a run already, at step-1: resume it, or choose another folder"):
@@ -669,7 +668,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_files_of_others_in_the_folder_stay(tmp_path):
+def test_unrelated_files_in_the_folder_are_kept(tmp_path):
     for name in ("step-by-step.txt", "step-3.txt", "notes.tmp"):
         (tmp_path / name).write_text("mine")
     small(tmp_path, steps=1)
@@ -677,7 +676,7 @@ def test_files_of_others_in_the_folder_stay(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "step-7\n", "../step-1", "step-1/../.."])
-def test_a_latest_that_names_nothing_is_refused(tmp_path, content):
+def test_a_latest_file_without_its_checkpoint_is_refused(tmp_path, content):
     small(tmp_path, steps=1)
     (tmp_path / "LATEST").write_text(content)
     with pytest.raises(CheckpointError, match="no such checkpoint"):
@@ -691,14 +690,14 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
             small(folder)
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="whoever may do everything is refused nothing")
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused_at_once(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError, match="cannot write the run"):
         small(tmp_path / "run")
 
 
-def test_a_log_that_was_spoiled_is_refused_and_one_that_was_moved_away_begins_anew(tmp_path):
+def test_a_damaged_log_is_refused_and_a_missing_one_is_created(tmp_path):
     small(tmp_path, steps=3)
     log = tmp_path / "log.csv"
     whole = log.read_text()
@@ -711,12 +710,12 @@ def test_a_log_that_was_spoiled_is_refused_and_one_that_was_moved_away_begins_an
 
 
 @pytest.mark.parametrize(("characters", "part"), [(3, "training"), (40, "validation"), (70, "validation")])
-def test_a_text_that_is_too_short_says_which_part(characters, part):
+def test_a_text_that_is_too_short_is_refused_with_the_part(characters, part):
     with pytest.raises(ValueError, match=rf"the {part} part .*too short"):
         small(text=TEXT[:characters])
 
 
-def test_a_loss_that_is_no_number_stops_with_its_step_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+def test_a_nan_loss_raises_with_its_step_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
     loss = GPT.loss
     seen = []
 
@@ -735,12 +734,12 @@ def test_a_loss_that_is_no_number_stops_with_its_step_and_keeps_the_last_good_ch
         assert len(file.readlines()) == 1 + 7
 
 
-def test_a_run_that_really_diverges_stops_without_warnings():
+def test_a_diverging_run_raises_without_warnings():
     with pytest.raises(DivergedError, match=r"diverged at step \d+: .* Try a lower learning rate"):
         small(learning_rate=1e30, min_lr=0.0, warmup=0, weight_decay=0.0, sample_interval=0, eval_interval=100)
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
+def test_infinite_weights_are_not_saved(tmp_path):
     run = Run(SMALL, TEXT, folder=tmp_path)
     loop.create_folder(run)
     run.update()
@@ -750,8 +749,8 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
     assert find_latest(tmp_path).name == "step-0"
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="/proc tells what a handle stands for")
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="/proc gives the file of a handle")
+def test_all_of_a_checkpoint_is_on_the_disk_before_latest_names_it(tmp_path, monkeypatch):
     run = Run(SMALL, TEXT, folder=tmp_path)
     loop.create_folder(run)
     run.update()
@@ -768,15 +767,15 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypat
     assert {"log.csv", "samples.csv", tmp_path.name} <= set(synced)
 
 
-def test_a_run_without_folder_cannot_be_saved():
+def test_a_run_without_a_folder_cannot_be_saved():
     with pytest.raises(ValueError, match="no folder"):
         save_checkpoint(Run(SMALL, TEXT))
 
 
-# -------------------------------------------------------------------------------------------------------- using a run
+# ---------------------------------------------------------------------------------------------------------- using a run
 
 
-def test_a_trained_model_comes_back_with_its_tokenizer(tmp_path):
+def test_a_trained_model_is_loaded_with_its_tokenizer(tmp_path):
     run = small(tmp_path)
     model, tokenizer = load_trained(tmp_path)
     assert tokenizer.characters == run.tokenizer.characters
@@ -793,7 +792,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         load_trained(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------ what is shown
+# -------------------------------------------------------------------------------------------------------------- reports
 
 
 def test_json_prints_one_object_per_event(capsys):
@@ -833,13 +832,13 @@ def test_the_bar_shows_losses_speed_and_samples(capsys):
     assert run.samples.rows[1]["text"] in err
 
 
-def test_an_unknown_way_to_show_is_refused(tmp_path):
+def test_an_unknown_show_is_refused(tmp_path):
     with pytest.raises(ValueError, match='"bar", "json", "quiet" or a function'):
         small(tmp_path / "run", show="loud")
     assert not (tmp_path / "run").exists()
 
 
-def test_the_loss_curve_is_drawn_where_matplotlib_is(tmp_path, monkeypatch):
+def test_the_loss_plot_is_written_if_matplotlib_is_installed(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(report, "can_plot", CAN_PLOT)
     small(tmp_path / "with", steps=2)
