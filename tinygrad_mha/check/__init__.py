@@ -1,6 +1,7 @@
 """Proofs to run: gradients against finite differences."""
 
 from tinygrad_mha.check import samples as samples
-from tinygrad_mha.check.gradient import GradcheckError, GradcheckReport, gradcheck
+from tinygrad_mha.check.gradient_check import gradcheck
+from tinygrad_mha.check.report import GradcheckError, GradcheckReport
 
 __all__ = ["GradcheckError", "GradcheckReport", "gradcheck"]

@@ -1,5 +1,8 @@
-"""Where each primitive is checked: inputs of prime lengths, so that no axis can be mistaken for another, and at a
-distance from every point where a derivative does not exist."""
+"""The inputs at which each primitive is checked: `SAMPLES[name](rng)` is a list of `(inputs, keywords)`.
+
+Lengths are different primes, so that a swapped axis cannot pass. Inputs keep their distance from every point where a
+derivative does not exist.
+"""
 
 from __future__ import annotations
 
@@ -7,99 +10,115 @@ import numpy as np
 
 from tinygrad_mha.ops import REGISTRY
 
+__all__ = ["SAMPLES"]
+
 
 def normal(rng, *shape):
+    """Standard normal."""
     return np.asarray(rng.standard_normal(shape))
 
 
 def positive(rng, *shape):
+    """Uniform in [0.4, 1.4)."""
     return np.asarray(0.4 + rng.random(shape))
 
 
 def nonzero(rng, *shape):
-    """Of both signs, and at least 0.4 from 0."""
+    """Of both signs, at least 0.4 from 0."""
     return np.asarray(positive(rng, *shape) * rng.choice([-1.0, 1.0], shape))
 
 
-def spread(rng, *shape):
-    """All different, by at least 0.1: no ties."""
+def distinct(rng, *shape):
+    """All different, by at least 0.2, so that there are no ties."""
     n = int(np.prod(shape))
     return (rng.permutation(n) * 0.3 + 0.1 * rng.random(n) - 0.15 * n).reshape(shape)
 
 
-def apart(rng, a, b):
-    """Two arrays that are nowhere within 0.05 of each other."""
+def without_ties(rng, a, b):
+    """Two arrays that differ by at least 0.05 wherever they meet."""
     left = 0.3 * rng.integers(-4, 5, a) + 0.1 * rng.random(a)
     right = 0.3 * rng.integers(-4, 5, b) + 0.1 * rng.random(b) + 0.15
     return left, right
 
 
-def allowed(rng, *shape):
-    """A boolean mask in which every row sees something."""
+def random_mask(rng, *shape):
+    """A boolean mask that allows something in every row."""
     allow = rng.random(shape) < 0.6
     allow[..., 0] = True
     return allow
 
 
-def pairs(make):
-    """Two operands of one shape, broadcast in front, in the middle, against a scalar, and empty."""
+def two_operands(make):
+    """Samples of an operation on two arrays: of one shape, broadcast in front, in the middle, with a scalar, empty."""
     shapes = [((2, 3), (2, 3)), ((2, 3, 5), (5,)), ((3, 1, 2), (5, 1)), ((), (3,)), ((2, 3), ()), ((0, 3), (0, 3))]
     return lambda rng: [(tuple(make(rng, *s) for s in shape), {}) for shape in shapes]
 
 
-def arrays(make, *shapes, **keywords):
-    """One operand, of several shapes."""
+def one_operand(make, *shapes, **keywords):
+    """Samples of an operation on one array."""
     return lambda rng: [((make(rng, *shape),), keywords) for shape in shapes or [(2, 3), (), (5,), (2, 0)]]
 
 
 def reductions(make, empty=True):
-    """All ways to say which axes."""
+    """Samples of a reduction: all ways to give axes."""
     ways = [{}, {"axis": 0}, {"axis": -1}, {"axis": (0, 2)}, {"axis": (-1, -2)}, {"axis": 1, "keepdims": True}]
     shapes = [((2, 3, 5), way) for way in ways] + [((), {})] + ([((0, 3), {"axis": 0})] if empty else [])
     return lambda rng: [((make(rng, *shape),), way) for shape, way in shapes]
 
 
+def attention(rng):
+    """Without options, with a mask and a scale, with a mask and a bias, and with dropout on one key matrix for all."""
+    q, k, v = normal(rng, 2, 3, 5), normal(rng, 2, 7, 5), normal(rng, 2, 7, 2)
+    keep_mask = rng.integers(0, 2, (2, 3, 7)) * 2.0
+    return [
+        ((q[0], k[0], v[0]), {}),
+        ((q, k, v, random_mask(rng, 3, 7)), {"scale": 0.3}),
+        ((q[0], k[0, :3], v[0, :3], np.tri(3, dtype=bool), normal(rng, 3, 3)), {}),
+        ((q, k[0], v[0], None, None, keep_mask), {}),
+    ]
+
+
 SAMPLES = {
-    "add": pairs(normal),
-    "sub": pairs(normal),
-    "mul": pairs(normal),
-    "div": pairs(nonzero),
+    "add": two_operands(normal),
+    "sub": two_operands(normal),
+    "mul": two_operands(normal),
+    "div": two_operands(nonzero),
     "pow": lambda rng: [
-        *pairs(positive)(rng),
+        *two_operands(positive)(rng),
         ((normal(rng, 2, 3), 3), {}),
         ((nonzero(rng, 2, 3), -2), {}),
         ((positive(rng, 2, 3), 0.5), {}),
         ((2.5, normal(rng, 3)), {}),
     ],
-    "neg": arrays(normal),
-    "scale": arrays(normal, by=-0.7),
-    "exp": arrays(normal),
-    "log": arrays(positive),
-    "sqrt": arrays(positive),
+    "neg": one_operand(normal),
+    "scale": one_operand(normal, by=-0.7),
+    "exp": one_operand(normal),
+    "log": one_operand(positive),
+    "sqrt": one_operand(positive),
     "erf": lambda rng: [((np.linspace(-3.1, 3.3, 17),), {}), ((normal(rng, 2, 3),), {})],
-    "tanh": arrays(normal),
-    "sigmoid": arrays(normal),
-    "relu": arrays(nonzero, (2, 3), (5,), (2, 0)),
+    "tanh": one_operand(normal),
+    "sigmoid": one_operand(normal),
+    "relu": one_operand(nonzero, (2, 3), (5,), (2, 0)),
     "gelu": lambda rng: [((normal(rng, 2, 3) * 2,), {"tanh": tanh}) for tanh in (False, True)],
-    "abs": arrays(nonzero),
+    "abs": one_operand(nonzero),
     "clip": lambda rng: [
-        ((spread(rng, 2, 5),), limits) for limits in ({"min": -0.52, "max": 0.47}, {"min": 0.03}, {"max": 0.03})
+        ((distinct(rng, 2, 5),), limits) for limits in ({"min": -0.52, "max": 0.47}, {"min": 0.03}, {"max": 0.03})
     ],
     "where": lambda rng: [
         ((rng.random((2, 3)) < 0.5, normal(rng, 2, 3), normal(rng, 2, 3)), {}),
         ((rng.random((2, 1, 3)) < 0.5, normal(rng, 5, 1), normal(rng, 3)), {}),
         ((rng.random((2, 3)) < 0.5, normal(rng, 2, 3), 0.5), {}),
     ],
-    # What a mask excludes is -inf, which no finite difference can follow: it is checked where all are allowed,
-    # and with a real mask through `softmax` and `attention`.
+    # Masked scores are -inf, and differences of them are nan. So the mask here allows everything; `softmax` and
+    # `attention` are checked with real masks.
     "mask": lambda rng: [((normal(rng, 2, 3), np.ones((2, 3), bool)), {})],
-    "maximum": lambda rng: [(apart(rng, *s), {}) for s in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]],
-    "minimum": lambda rng: [(apart(rng, *s), {}) for s in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]],
+    "maximum": lambda rng: [(without_ties(rng, *s), {}) for s in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]],
+    "minimum": lambda rng: [(without_ties(rng, *s), {}) for s in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]],
     "sum": reductions(normal),
     "mean": reductions(normal, empty=False),
     "var": lambda rng: [*reductions(normal, empty=False)(rng)[:-1], ((normal(rng, 3, 5),), {"axis": 1, "ddof": 1})],
-    "max": reductions(spread, empty=False),
-    "min": reductions(spread, empty=False),
+    "max": reductions(distinct, empty=False),
+    "min": reductions(distinct, empty=False),
     "reshape": lambda rng: [((normal(rng, 2, 3, 5),), {"shape": shape}) for shape in [(6, 5), (-1,), (5, 1, 6)]],
     "transpose": lambda rng: [((normal(rng, 2, 3, 5),), {"axes": axes}) for axes in [None, (1, 2, 0), (0, -1, -2)]],
     "broadcast_to": lambda rng: [((normal(rng, 3, 1),), {"shape": (2, 3, 5)}), ((normal(rng),), {"shape": (2,)})],
@@ -152,9 +171,9 @@ SAMPLES = {
         ((normal(rng, 2, 3),), {}),
         ((normal(rng, 2, 3, 5),), {"axis": 1}),
         ((normal(rng, 0, 3),), {}),
-        ((np.where(allowed(rng, 3, 5), normal(rng, 3, 5), -np.inf),), {}),
+        ((np.where(random_mask(rng, 3, 5), normal(rng, 3, 5), -np.inf),), {}),
     ],
-    "log_softmax": arrays(normal, (2, 3), (5,), axis=-1),
+    "log_softmax": one_operand(normal, (2, 3), (5,), axis=-1),
     "cross_entropy": lambda rng: [
         ((normal(rng, 7, 5), np.array([0, 4, 2, -100, 1, 1, 3])), way)
         for way in [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.1}]
@@ -167,25 +186,7 @@ SAMPLES = {
     "rms_norm": lambda rng: [((normal(rng, 2, 5), normal(rng, 5)), {}), ((normal(rng, 5),), {"eps": 0.1})],
     "dropout": lambda rng: [((normal(rng, 2, 3, 5), rng.integers(0, 2, (3, 5)) * 2.0), {})],
     "rotate": lambda rng: [((normal(rng, 2, 3, 6),), {"angles": normal(rng, 3, 3)})],
-    "attention": lambda rng: [
-        ((normal(rng, 3, 5), normal(rng, 7, 5), normal(rng, 7, 2)), {}),
-        ((normal(rng, 2, 3, 5), normal(rng, 2, 7, 5), normal(rng, 2, 7, 2), allowed(rng, 3, 7)), {"scale": 0.3}),
-        (
-            (normal(rng, 3, 5), normal(rng, 3, 5), normal(rng, 3, 2), np.tri(3, dtype=bool), normal(rng, 3, 3)),
-            {},
-        ),
-        (
-            (
-                normal(rng, 2, 3, 5),
-                normal(rng, 7, 5),
-                normal(rng, 7, 2),
-                None,
-                None,
-                rng.integers(0, 2, (2, 3, 7)) * 2.0,
-            ),
-            {},
-        ),
-    ],
+    "attention": attention,
 }
 
 for name, samples in SAMPLES.items():

@@ -1,0 +1,185 @@
+"""Finite differences: how a derivative is estimated, and when an analytic one agrees with it.
+
+A number L is given as a function without arguments that returns summands of L. Its derivative along a direction v of a
+tensor x is estimated by
+
+    (L(x + h v) - L(x - h v)) / 2h
+
+If that disagrees with the analytic derivative, it is repeated for a range of steps h: between truncation (large h) and
+rounding (small h) the estimates settle, on the analytic value if the rule is right and beside it if it is wrong. Where
+the slopes to the left and to the right differ, there is no derivative: a kink.
+
+Rounding is bounded by the `condition` of L. A relative error u in a tensor t of the graph changes L by at most
+u * sum|t dL/dt|, and the sum of that over all tensors is the condition: differences below u * condition / h are
+rounding, and so are gradients below about u * condition / |x|.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from tinygrad_mha.check.report import Difference, Entry
+
+__all__ = ["STEP", "Comparison"]
+
+STEP = 6e-6  # about the cube root of the rounding unit: the best step for a central difference
+SWEEP = tuple(10.0**-k for k in range(1, 10))
+ROUNDING = 10 * float(np.finfo(np.float64).eps)
+ZERO = 1e-11  # a gradient this small, measured against condition / |x|, is zero up to rounding
+DROWNED = 1e-4  # an error of this part of the largest gradient is never excused by rounding
+
+Loss = Callable[[], list[np.ndarray]]
+
+
+class Line:
+    """L along the direction `direction` through `x`, which is moved in place and put back.
+
+    Steps are relative to the largest element that moves, but at least absolute.
+    """
+
+    def __init__(self, x: np.ndarray, direction: np.ndarray, loss: Loss) -> None:
+        self.x = x
+        self.direction = direction
+        self.loss = loss
+        self.size = max(1.0, float(np.abs(x[direction != 0]).max(initial=0.0)))
+
+    def central(self, h: float) -> float:
+        """The central difference with the relative step `h`."""
+        return self._slope(-h * self.size, h * self.size)
+
+    def one_sided(self, h: float) -> tuple[float, float]:
+        """The slopes to the left and to the right."""
+        return self._slope(-h * self.size, 0.0), self._slope(0.0, h * self.size)
+
+    def _slope(self, a: float, b: float) -> float:
+        """(L(x + b v) - L(x + a v)) / (b - a). Subtracting summand by summand keeps more digits."""
+        with np.errstate(all="ignore"):
+            return float(sum(np.sum(p - q) for p, q in zip(self._at(b), self._at(a), strict=True))) / (b - a)
+
+    def _at(self, t: float) -> list[np.ndarray]:
+        before = self.x.copy()
+        try:
+            self.x += t * self.direction
+            return self.loss()  # nan or inf if the step leaves the domain
+        finally:
+            self.x[...] = before
+
+
+@dataclass
+class Comparison:
+    """The analytic gradient of L by one tensor, compared with finite differences.
+
+    Attributes:
+        entry: receives the results.
+        x: the array of the tensor, float64.
+        gradient: the analytic gradient of L by x.
+        loss: returns the summands of L.
+        condition: the condition of L.
+        step: the first step to try.
+        rtol, atol: relative to the derivative, and to the largest element of the gradient.
+    """
+
+    entry: Entry
+    x: np.ndarray
+    gradient: np.ndarray
+    loss: Loss
+    condition: float
+    step: float
+    rtol: float
+    atol: float
+
+    def is_zero(self) -> bool:
+        """Whether the whole gradient is zero up to rounding."""
+        return largest(self.gradient) * max(1.0, largest(self.x)) <= ZERO * self.condition
+
+    def agrees(self, direction: np.ndarray) -> bool:
+        """Whether the analytic and the numeric derivative along `direction` agree."""
+        return self._measure(Line(self.x, direction, self.loss), ())[1]
+
+    def check_element(self, index: tuple[int, ...]) -> None:
+        """Compare the derivatives by one element and enter the result."""
+        direction = np.zeros_like(self.x)
+        direction[index] = 1.0
+        line = Line(self.x, direction, self.loss)
+        difference, agrees, sweep = self._measure(line, index)
+        entry = self.entry
+        is_worst = entry.worst is None or not difference.absolute <= entry.worst.absolute  # nan is the worst
+        if agrees:
+            if entry.status == "ok" and is_worst:
+                entry.worst = difference
+        elif self._is_kink(line, difference.analytic):
+            entry.kinks.append(difference)
+        elif entry.status == "ok" or is_worst:
+            entry.status, entry.worst = "wrong", difference
+            entry.sweep = [(h, abs(value - difference.analytic)) for h, value in sweep]
+
+    def find_wrong_element(self, direction: np.ndarray) -> None:
+        """Find an element that explains why `direction` disagrees: halve the set that moves until one is left."""
+        moving = np.argwhere(direction)
+        while len(moving) > 1:
+            half, rest = np.split(moving, [len(moving) // 2])
+            part = np.zeros_like(direction)
+            part[tuple(half.T)] = direction[tuple(half.T)]
+            moving = rest if self.agrees(part) else half
+        self.check_element(tuple(moving[0].tolist()))
+
+    def _measure(self, line: Line, index: tuple[int, ...]) -> tuple[Difference, bool, list[tuple[float, float]]]:
+        """The derivatives along a line, whether they agree, and (step, estimate) of the steps tried."""
+        analytic = float(np.sum(self.gradient * line.direction, where=line.direction != 0))
+        first = Difference(self.entry.name, index, analytic, line.central(self.step))
+        if self._within_tolerance(first, self._rounding(line, self.step)):
+            return first, True, []
+        sweep = [(h, line.central(h)) for h in SWEEP]
+        settled, h = self._settle(sweep, line, first) or (first, self.step)
+        return settled, self._within_tolerance(settled, self._rounding(line, h)), sweep
+
+    def _rounding(self, line: Line, h: float) -> float:
+        """The largest error of a central difference with the step `h` that rounding alone explains."""
+        return ROUNDING * self.condition / (h * line.size)
+
+    def _within_tolerance(self, d: Difference, rounding: float) -> bool:
+        scale = largest(self.gradient)
+        if scale > ZERO * self.condition:
+            rounding = min(rounding, DROWNED * scale)
+        return d.absolute <= self.rtol * max(abs(d.analytic), abs(d.numeric)) + self.atol * scale + rounding
+
+    def _settle(
+        self, sweep: list[tuple[float, float]], line: Line, first: Difference
+    ) -> tuple[Difference, float] | None:
+        """The estimate on which a sweep settles, with its step; None if no two neighbours are finite.
+
+        A sweep settles where its estimates change least from one step to the next. Beside a kink it settles twice, with
+        steps larger and smaller than the distance to it; then the one that agrees with the analytic value counts. A
+        single estimate that agrees does not count: its own error can bring it there.
+        """
+        candidates = []
+        for (_, wider), (h, value) in pairwise(sweep):
+            if math.isfinite(value - wider):
+                rounding = self._rounding(line, h)
+                steady = self._within_tolerance(replace(first, analytic=wider, numeric=value), rounding)
+                estimate = replace(first, numeric=value)
+                agrees = steady and self._within_tolerance(estimate, rounding)
+                candidates.append((not agrees, abs(value - wider) + rounding, estimate, h))
+        return min(candidates, key=lambda c: c[:2])[2:] if candidates else None
+
+    def _is_kink(self, line: Line, analytic: float) -> bool:
+        """Whether the slopes left and right differ at every scale, with the analytic value between the two."""
+        gaps = []
+        for h in (STEP, STEP / 100):
+            left, right = line.one_sided(h)
+            gaps.append(abs(right - left))
+            slack = 1e-3 * gaps[-1]
+            if not min(left, right) - slack <= analytic <= max(left, right) + slack:
+                return False
+        # Where L is smooth, the gap shrinks with the step.
+        return gaps[0] > 1e-3 * largest(self.gradient) and gaps[1] > 0.5 * gaps[0]
+
+
+def largest(x: np.ndarray) -> float:
+    """The largest finite absolute value in `x`."""
+    return float(np.abs(x).max(initial=0.0, where=np.isfinite(x)))

@@ -1,0 +1,274 @@
+"""Compare derivatives by the rules with finite differences.
+
+A random cotangent c makes a number of a function: L(x) = <c, f(x)>. Its gradient G by the rules is right if in every
+direction v
+
+    <G, v> = (L(x + h v) - L(x - h v)) / 2h
+
+up to truncation and rounding. `check_variable` tries a random direction that moves all elements, then the directions
+that move one; everything else prepares or explains that. The second order is the same check of another function: the
+map from the inputs and the cotangent to the gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha import engine, modes, ops
+from tinygrad_mha.check.differences import STEP, Comparison
+from tinygrad_mha.check.report import Entry, GradcheckError, GradcheckReport
+from tinygrad_mha.tensors import Tensor, plain
+from tinygrad_mha.transforms import grad
+
+__all__ = ["gradcheck"]
+
+SAMPLED = 200  # of a larger tensor, this many elements are compared one by one
+
+
+def gradcheck(
+    f: Any,
+    *inputs: Any,
+    order: int = 1,
+    eps: float | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+    seed: int = 0,
+    zero: Sequence[str] = (),
+    raises: bool = True,
+) -> GradcheckReport:
+    """Check the gradients of a function or a module by every floating input and every named parameter.
+
+    The check computes in float64, whatever the dtypes of the inputs. Afterwards the parameters have their own arrays
+    again, and no `.grad` has changed. An array given twice counts as two inputs. Tensors with more than 200 elements
+    are compared at 200 of them and in one random direction of all; if only the direction disagrees, the wrong element
+    is searched.
+
+    Args:
+        f: a function of tensors that returns a tensor, or a tuple, list or dict of them; or an nn.Module.
+        inputs: arrays, tensors, numbers or lists of numbers of any shape. Floating ones are checked, all others (ids,
+            masks, options) are passed on as they are.
+        order: 2 checks the second derivatives too.
+        eps: the step, relative to max(1, |x|); chosen automatically when None.
+        rtol, atol: an element passes within rtol * its size + atol * the largest gradient of its tensor.
+        seed: of the cotangent, the directions and the sampled elements.
+        zero: names of inputs or parameters whose gradient is expected to be zero everywhere.
+        raises: whether a failed check raises GradcheckError; the report is the same.
+
+    Returns:
+        The report: `.ok`, `.worst`, `.entries`, `.to_dict()`; its text is a table.
+
+    Raises:
+        GradcheckError: with the report, if a gradient is wrong; if it is zero everywhere although the output is built
+            on the input, which proves nothing (`softmax(x).sum()`); or if two calls differ (dropout).
+        ValueError: no input and no parameter is floating, or an argument is invalid.
+        TypeError: `f` returns something that is not a tensor.
+
+    Example:
+        >>> print(gradcheck(lambda x: x.tanh(), np.array([0.3, -1.2])))
+        gradcheck of <lambda>: ok
+          x  (2,)         ok          2 checked  largest error ...
+    """
+    if order not in (1, 2):
+        raise ValueError(f"order must be 1 or 2, got {order}")
+    rng = np.random.default_rng(seed)
+    tolerances = {"step": eps or STEP, "rtol": rtol, "atol": atol}
+    report = GradcheckReport(getattr(f, "__name__", None) or getattr(f, "name", None) or type(f).__name__)
+    with parameters_in_float64(f) as parameters, modes.enable_grad():
+        names = name_inputs(f, inputs)
+        arguments = [leaf(x, name) if is_floating(x) else x for x, name in zip(inputs, names, strict=True)]
+        variables = {name: x for name, x in zip(names, arguments, strict=True) if is_floating(x)} | parameters
+        check_names(variables, zero)
+
+        def values() -> list[Tensor]:
+            return floating_outputs(f(*arguments))
+
+        report.problem = find_problem(values)
+        if not report.problem:
+            report.entries += check_map(values(), values, variables, 1, rng, zero, **tolerances)
+        if order == 2 and report.ok:
+            cotangents = [Tensor(rng.standard_normal(y.shape), requires_grad=True) for y in values()]
+            named = {f"cotangent {i}" if i else "cotangent": c for i, c in enumerate(cotangents)}
+
+            def gradients(create_graph: bool = False) -> list[Tensor]:
+                return list(grad(inner(values(), cotangents), list(variables.values()), create_graph=create_graph))
+
+            report.entries += check_map(
+                gradients(create_graph=True), gradients, variables | named, 2, rng, zero, **tolerances
+            )
+    if raises and not report.ok:
+        raise GradcheckError(report)
+    return report
+
+
+def check_map(
+    outputs: list[Tensor],
+    evaluate: Callable[[], list[Tensor]],
+    variables: dict[str, Tensor],
+    order: int,
+    rng: np.random.Generator,
+    zero: Sequence[str],
+    **tolerances: float,
+) -> Iterator[Entry]:
+    """Check the gradient of L = <c, outputs> by each variable, for a random cotangent c.
+
+    `evaluate` computes the outputs again, after a variable has moved.
+    """
+    cotangents = [rng.standard_normal(y.shape) for y in outputs]
+    total = inner(outputs, cotangents)
+    gradients, condition = {}, np.finfo(np.float64).tiny
+    if total.requires_grad:
+        for t, g in engine.sweep(total, np.ones(())):
+            gradients[id(t)] = g
+            condition += float(np.abs(np.where(np.isfinite(t.numpy()), t.numpy(), 0.0) * g).sum())
+
+    def loss() -> list[np.ndarray]:
+        return [y.numpy() * c for y, c in zip(evaluate(), cotangents, strict=True)]
+
+    for name, x in variables.items():
+        entry = Entry(name, x.shape, order)
+        gradient = gradients.get(id(x), np.zeros(x.shape))
+        comparison = Comparison(entry, x._data, gradient, loss, condition, **tolerances)
+        check_variable(comparison, rng)
+        if order == 2 and entry.status == "ok" and entry.checked and not gradient.any():
+            entry.status = "zero"
+        if order == 1 and entry.checked and comparison.is_zero():
+            judge_zero(entry, id(x) in gradients, name in zero)
+        yield entry
+
+
+def check_variable(comparison: Comparison, rng: np.random.Generator) -> None:
+    """Compare the gradient by one tensor along a random direction, then element by element."""
+    entry, x = comparison.entry, comparison.x
+    direction = rng.choice([-1.0, 1.0], x.shape) * np.isfinite(x)  # masked scores are -inf: they cannot move
+    agrees = comparison.agrees(direction)
+    elements = np.argwhere(direction)
+    sample = rng.permutation(elements)[:SAMPLED] if len(elements) > SAMPLED else elements
+    for index in sample.tolist():
+        comparison.check_element(tuple(index))
+    entry.checked = len(sample)
+    if not agrees and entry.status == "ok" and len(elements) > SAMPLED:
+        comparison.find_wrong_element(direction)
+    if not agrees and entry.status == "ok":
+        entry.note = "a step of all elements at once disagrees, but no single one does: a kink nearby?"
+    if entry.kinks:
+        where = f"no derivative at {len(entry.kinks)} elements (a kink: relu at 0, a tie of max), at first"
+        entry.note = f"{where}\n{entry.kinks[0]}"
+
+
+def judge_zero(entry: Entry, reached: bool, expected: bool) -> None:
+    """Set the status of an input whose analytic gradient is zero everywhere."""
+    if entry.status == "wrong":
+        if not reached:
+            entry.status = "cut"
+            entry.note = (
+                "the value depends on it, but the graph does not reach it: a detach, .numpy() or no_grad inside?"
+            )
+    elif expected:
+        entry.status = "zero"
+    elif reached:
+        entry.status = "vacuous"
+        entry.note = (
+            "the output is built on it, yet its gradient is zero everywhere, so this check could not fail. softmax or\n"
+            "layer norm followed by .sum() does that: return the tensor itself. If zero is right here, as for the\n"
+            f"bias of the keys, which no softmax sees, say so: zero=[{entry.name!r}]"
+        )
+    else:
+        entry.status = "ignored"
+        entry.note = "the output does not depend on it"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inputs, parameters and outputs
+
+
+@contextmanager
+def parameters_in_float64(f: Any) -> Iterator[dict[str, Tensor]]:
+    """The named parameters of a module, in float64 and requiring gradients; afterwards everything is as before."""
+    named = dict(f.named_parameters()) if hasattr(f, "named_parameters") else {}
+    before = {name: (p._data, p._needs_grad) for name, p in named.items()}
+    generators = list(f.generators().values()) if hasattr(f, "generators") else []
+    states = [g.bit_generator.state for g in generators]
+    try:
+        for p in named.values():
+            p._data, p._needs_grad = p._data.astype(np.float64), True
+        yield named
+    finally:
+        for name, p in named.items():
+            p._data, p._needs_grad = before[name]
+        for generator, state in zip(generators, states, strict=True):
+            generator.bit_generator.state = state
+
+
+def name_inputs(f: Any, inputs: Sequence[Any]) -> list[str]:
+    """A name for each input: that of the tensor, else that of the parameter of `f`, else its position."""
+    try:
+        known = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
+    except (TypeError, ValueError):
+        known = []
+    positional = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names: list[str] = []
+    for i, x in enumerate(inputs):
+        name = x.name if isinstance(x, Tensor) and x.name else positional[i] if i < len(positional) else f"input {i}"
+        names.append(name if name not in names else f"{name} ({i})")
+    return names
+
+
+def check_names(variables: dict[str, Tensor], zero: Sequence[str]) -> None:
+    """Raise ValueError if there is nothing to check, or `zero` names something else."""
+    if not variables:
+        raise ValueError("nothing to check: gradcheck expects at least one floating input or a module with parameters")
+    unknown = sorted(set(zero) - set(variables))
+    if unknown:
+        raise ValueError(f"zero= names {unknown}; the inputs and parameters are {list(variables)}")
+
+
+def is_floating(x: Any) -> bool:
+    """Whether an input is checked: a floating array, tensor or number, or a list of numbers with a floating one."""
+    if isinstance(x, (list, tuple)):
+        return any(map(is_floating, x)) and all(isinstance(e, (list, tuple, int, float, np.number)) for e in x)
+    return isinstance(x, (float, np.floating)) or (isinstance(x, (Tensor, np.ndarray)) and x.dtype.kind == "f")
+
+
+def leaf(x: Any, name: str) -> Tensor:
+    """A float64 leaf with a copy of `x`: inputs that overlap or are given twice must move one element at a time."""
+    return Tensor(np.array(plain(x), dtype=np.float64), requires_grad=True, name=name)
+
+
+def floating_outputs(result: Any) -> list[Tensor]:
+    """The floating tensors among what a function returned, in float64."""
+    parts = list(result.values()) if isinstance(result, dict) else result
+    parts = parts if isinstance(parts, (tuple, list)) else [parts]
+    for y in parts:
+        if not isinstance(y, Tensor):
+            raise TypeError(f"the function to check must return tensors, got {type(y).__name__}")
+    return [y.astype(np.float64) for y in parts if y.dtype.kind == "f"]
+
+
+def find_problem(f: Callable[[], list[Tensor]]) -> str:
+    """Why differences of `f` would mean nothing, or ""."""
+    values, again = ([y.numpy().copy() for y in f()] for _ in range(2))
+    if not values:
+        return "the function returns no floating tensor"
+    if [v.shape for v in values] != [v.shape for v in again] or not all(
+        np.array_equal(v, w, equal_nan=True) for v, w in zip(values, again, strict=True)
+    ):
+        return (
+            "not deterministic: two calls with the same input give different values, so no difference means "
+            "anything. Dropout? Put the module into eval(), or draw the mask outside and pass it in"
+        )
+    if not all(np.isfinite(v).all() for v in values):
+        return "the function has values that are inf or nan here; check it at another point"
+    return ""
+
+
+def inner(ys: Sequence[Tensor], cotangents: Sequence[Any]) -> Tensor:
+    """The sum of all <y, c>: one number, as a tensor."""
+    total = Tensor(np.zeros(()))
+    for y, c in zip(ys, cotangents, strict=True):
+        total = total + ops.sum(y * c)
+    return total

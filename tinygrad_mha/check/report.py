@@ -1,0 +1,140 @@
+"""The report of a gradient check, as text and as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Difference", "Entry", "GradcheckError", "GradcheckReport"]
+
+
+@dataclass
+class Difference:
+    """An analytic and a numeric derivative by the element `index` of the tensor `name`."""
+
+    name: str
+    index: tuple[int, ...]
+    analytic: float
+    numeric: float
+
+    @property
+    def absolute(self) -> float:
+        """|analytic - numeric|."""
+        return abs(self.analytic - self.numeric)
+
+    @property
+    def relative(self) -> float:
+        """The absolute difference divided by the larger of the two derivatives; 0 if both are 0."""
+        size = max(abs(self.analytic), abs(self.numeric))
+        return self.absolute / size if size else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python data, ready for JSON."""
+        return {**asdict(self), "index": list(self.index), "absolute": self.absolute, "relative": self.relative}
+
+    def __str__(self) -> str:
+        element = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
+        return (
+            f"{element}: analytic {self.analytic:.10g}, numeric {self.numeric:.10g}, "
+            f"off by {self.absolute:.2g} absolute, {self.relative:.2g} relative"
+        )
+
+
+@dataclass
+class Entry:
+    """The result for one input or parameter.
+
+    Attributes:
+        name: the name of the input or parameter.
+        shape: its shape.
+        order: 1 for the first derivative, 2 for the second.
+        status: `ok`; `wrong`; `vacuous` (the output is built on it, but the gradient is zero everywhere, so the check
+            proves nothing); `cut` (the output depends on it, but the graph does not reach it); `ignored` (the function
+            does not use it); `zero` (as declared with `zero=`, or a second derivative that is zero).
+        checked: the number of elements compared.
+        worst: the element with the largest difference.
+        kinks: the elements without a derivative.
+        sweep: (step, absolute error) for a range of steps at the worst element of a wrong gradient.
+        note: an explanation, or "".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: int
+    status: str = "ok"
+    checked: int = 0
+    worst: Difference | None = None
+    kinks: list[Difference] = field(default_factory=list)
+    sweep: list[tuple[float, float]] = field(default_factory=list)
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python data, ready for JSON."""
+        return {
+            **asdict(self),
+            "shape": list(self.shape),
+            "worst": self.worst.to_dict() if self.worst else None,
+            "kinks": [kink.to_dict() for kink in self.kinks],
+        }
+
+
+@dataclass
+class GradcheckReport:
+    """The result of `gradcheck`: `print` it for a table, `.to_dict()` gives data.
+
+    Attributes:
+        function: the name of the function or module.
+        entries: one entry per input and parameter, and per order.
+        problem: why nothing could be checked, or "".
+    """
+
+    function: str
+    entries: list[Entry] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every entry is ok, ignored or zero as declared, and there was no problem."""
+        return not self.problem and all(e.status in ("ok", "ignored", "zero") for e in self.entries)
+
+    @property
+    def worst(self) -> Difference | None:
+        """The element with the largest relative error, among the wrong ones if there are any."""
+        wrong = [e.worst for e in self.entries if e.worst and e.status == "wrong"]
+        candidates = wrong or [e.worst for e in self.entries if e.worst]
+        return max(candidates, key=lambda d: math.inf if math.isnan(d.relative) else d.relative, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python data, ready for JSON."""
+        return {
+            "function": self.function,
+            "ok": self.ok,
+            "problem": self.problem,
+            "worst": self.worst.to_dict() if self.worst else None,
+            "entries": [e.to_dict() for e in self.entries],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"gradcheck of {self.function}: {'ok' if self.ok else 'FAILED'}"]
+        if self.problem:
+            lines.append(f"  {self.problem}")
+        width = max((len(e.name) for e in self.entries), default=0)
+        for e in self.entries:
+            worst = f"largest error {e.worst.absolute:.1e} ({e.worst.relative:.1e} relative)" if e.worst else ""
+            order = f"{('first', 'second')[e.order - 1]:8}" if self.entries[-1].order == 2 else ""
+            line = f"  {e.name:{width}}  {e.shape!s:12} {order}{e.status:8} {e.checked:4} checked  {worst}"
+            lines.append(line.rstrip())
+            if e.status == "wrong" and e.worst:
+                lines.append(f"    {e.worst}")
+            lines += [f"    {note}" for note in e.note.splitlines()]
+            lines += [f"    step {h:7.0e}  error {error:.1e}" for h, error in e.sweep]
+        return "\n".join(lines)
+
+
+class GradcheckError(AssertionError):
+    """Raised by `gradcheck` when a gradient is wrong or nothing could be checked; `.report` has the details."""
+
+    def __init__(self, report: GradcheckReport) -> None:
+        super().__init__(str(report))
+        self.report = report
