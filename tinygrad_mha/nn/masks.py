@@ -39,7 +39,7 @@ def causal(n_q: int, n_k: int | None = None) -> np.ndarray:
     n_k = n_q if n_k is None else n_k
     if n_k < n_q:
         raise ValueError(f"a causal mask needs at least as many keys as queries, got {n_q} queries and {n_k} keys")
-    return np.tri(n_q, n_k, n_k - n_q, dtype=bool)
+    return np.arange(n_k - n_q, n_k)[:, None] >= np.arange(n_k)
 
 
 def combine_masks(allow: Any, key_allow: Any, is_causal: bool, axes: Axes) -> np.ndarray | None:

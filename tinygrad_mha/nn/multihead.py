@@ -170,13 +170,19 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 def split_heads(x: Tensor, n: int) -> Tensor:
     """(..., T, n d) -> (..., n, T, d): head i is columns i d to (i + 1) d."""
-    return ops.swapaxes(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)), -2, -3)
+    return swap_rows_and_heads(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
 
 
 def join_heads(x: Tensor) -> Tensor:
     """(..., H, T, d) -> (..., T, H d)."""
-    x = ops.swapaxes(x, -2, -3)
+    x = swap_rows_and_heads(x)
     return ops.reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+
+
+def swap_rows_and_heads(x: Tensor) -> Tensor:
+    """(..., T, H, d) -> (..., H, T, d), and back."""
+    *front, i, j, k = range(x.ndim)
+    return ops.transpose(x, axes=(*front, j, i, k))
 
 
 def repeat_heads(x: Any, times: int) -> Any:

@@ -27,7 +27,7 @@ def attention(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None) -> 
 
     `attend` is the same formula in steps, and describes the arguments.
     """
-    k, v = zero_hidden(k, allow), zero_hidden(v, allow)
+    k, v = zero_hidden(k, v, allow)
     scores = np.matmul(q, k.mT) * score_scale(q, scale)
     if bias is not None:
         scores = scores + bias
@@ -74,7 +74,7 @@ def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observ
     Returns:
         (..., T_q, d_v).
     """
-    k, v = zero_hidden(k, allow), zero_hidden(v, allow)
+    k, v = zero_hidden(k, v, allow)
     scores = observe("scores", multiply_by(matmul(q, k.mT), by=score_scale(q, scale)))
     masked = scores if bias is None else add(scores, bias)
     masked = observe("masked", masked if allow is None else mask(masked, allow))
@@ -87,10 +87,10 @@ def score_scale(q, scale):
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def zero_hidden(rows, allow):
-    """Rows of keys or values, with zeros for those that no query may attend to: nan in padding times 0 would be nan."""
+def zero_hidden(k, v, allow):
+    """Zero the keys and values that no query may attend to: nan in padding times 0 would be nan."""
     if allow is None:
-        return rows
+        return k, v
     check_boolean(allow, "allow")
     seen = np.atleast_2d(np.asarray(allow)).any(axis=-2)[..., None]
-    return rows if seen.all() else where(seen, rows, 0.0)
+    return (k, v) if seen.all() else (where(seen, k, 0.0), where(seen, v, 0.0))
