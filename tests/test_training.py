@@ -20,6 +20,7 @@ from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays
 from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.nn import GPT, GPTConfig
+from tinygrad_mha.nn.positions import Rotary
 from tinygrad_mha.training import (
     DivergedError,
     Run,
@@ -152,6 +153,11 @@ def test_a_width_that_the_heads_do_not_divide_is_refused():
 
 def test_a_configuration_round_trips_through_json():
     assert TrainConfig(**json.loads(json.dumps(SMALL.to_dict()))) == SMALL
+
+
+def test_a_position_object_round_trips_too():
+    config = TrainConfig(position=Rotary(base=500.0))
+    assert TrainConfig(**json.loads(json.dumps(config.to_dict()))) == config == eval(repr(config))
 
 
 def test_the_repr_of_a_configuration_evaluates_to_it():

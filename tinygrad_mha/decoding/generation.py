@@ -235,12 +235,10 @@ class Request:
         new: list[list[int]] = [[] for _ in self.prompts]
         logs: list[list[float]] = [[] for _ in self.prompts]
         for step in self.steps():
-            for row, token in zip(step.rows, step.tokens, strict=True):
+            table = ops.log_softmax(step.logits) if logprobs else step.logits
+            for i, (row, token) in enumerate(zip(step.rows, step.tokens, strict=True)):
                 new[row].append(token)
-            if logprobs:
-                table = ops.log_softmax(step.logits)
-                for i, row in enumerate(step.rows):
-                    logs[row].append(table[i, step.tokens[i]])
+                logs[row].append(table[i, token])
         return [np.array(row, np.int64) for row in new], [np.array(row, float) for row in logs]
 
     def stream(self, single: bool) -> Iterator[Any]:
@@ -251,14 +249,10 @@ class Request:
                 step = next(steps, None)
             if step is None:
                 return
-            values: list[Any] = step.tokens if self.tokenizer is None else step.pieces
-            if single:
-                yield values[0]
-                continue
             column: list[Any] = [-1 if self.tokenizer is None else ""] * len(self.prompts)
-            for row, value in zip(step.rows, values, strict=True):
+            for row, value in zip(step.rows, step.tokens if self.tokenizer is None else step.pieces, strict=True):
                 column[row] = value
-            yield np.array(column) if self.tokenizer is None else column
+            yield column[0] if single else np.array(column) if self.tokenizer is None else column
 
     def search(self, beam: int, length_penalty: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The best new tokens of every row by beam search, and their log-probabilities."""
