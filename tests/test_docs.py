@@ -39,6 +39,12 @@ def test_every_example_in_a_docstring_is_true(name, own_primitives):
     assert doctest.testmod(module, extraglobs={"tg": tg, "np": __import__("numpy")}, optionflags=flags).failed == 0
 
 
+def test_the_page_on_autodiff_lists_the_rules_of_the_registry(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    rules = importlib.import_module("autodiff_rules")
+    assert rules.read_table() == rules.make_table(), "run: python docs/autodiff_rules.py"
+
+
 # A part of the package may import the parts before it, and no others.
 ROOMS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
 ROOMS += ["transforms", "files", "data", "decoding", "nn", "optim", "training", "viz", "check", "demo", "cli"]
