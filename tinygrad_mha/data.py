@@ -1,7 +1,7 @@
-"""From text to batches: tokenizers, a text that is always there, and windows drawn from it.
+"""Tokenizers, text, and batches of token ids.
 
-A model sees token ids only. A tokenizer turns text into ids and back without losing anything; `Batches` cuts windows
-out of a long row of ids and hands over (x, y), where y is x moved on by one. Nobody else shifts.
+A tokenizer converts text to ids and back without loss. `Batches` draws windows from a long sequence of ids and returns
+(x, y), where y is x shifted by one token. No other part of the package shifts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import numpy as np
 
 from tinygrad_mha.files import read_json, replacing, write_json
 
+__all__ = ["BPETokenizer", "Batches", "CharTokenizer", "StreamDecoder", "Tokenizer"]
+__all__ += ["builtin_corpus", "load_tokenizer", "read_text", "split_text"]
+
 # --------------------------------------------------------------------------------------------------------------------
 # Tokenizers
 
 
 class Tokenizer:
-    """What all tokenizers share: text to ids, ids to bytes, bytes to text.
+    """The base of all tokenizers: text to ids, ids to bytes, bytes to text.
 
     Attributes:
         vocab_size: ids are 0 ... vocab_size - 1.
@@ -34,18 +37,19 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact UTF-8 bytes that a row of ids stands for, which may end (or begin) inside of a character."""
+        """The exact UTF-8 bytes of a row of ids. They may begin or end inside a character."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of a row of ids; a cut character becomes U+FFFD."""
+        """The text of a row of ids; an incomplete character becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write it into a folder, from which `load_tokenizer` brings it back."""
+        """Write the tokenizer into a folder, from which `load_tokenizer` reads it."""
         raise NotImplementedError
 
-    def _checked(self, ids: Iterable[int]) -> list[int]:
+    def _check_ids(self, ids: Iterable[int]) -> list[int]:
+        """One row of ids in the vocabulary, as a list."""
         row = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
         if row.ndim != 1:
             raise ValueError(f"decode takes one row of ids, got shape {row.shape}: decode the rows one by one")
@@ -85,14 +89,14 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """The characters that occur in a text, sorted by code point."""
+        """A tokenizer of the characters that occur in a text, sorted by code point."""
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text.
 
         Raises:
-            ValueError: a character that is not in the vocabulary; names it, its position and the vocabulary.
+            ValueError: a character is not in the vocabulary; the message gives it, its position and the vocabulary.
         """
         _check_text(text)
         try:
@@ -105,7 +109,7 @@ class CharTokenizer(Tokenizer):
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join([self.characters[i] for i in self._checked(ids)])
+        return "".join([self.characters[i] for i in self._check_ids(ids)])
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self.decode(ids).encode("utf-8", "surrogatepass")
@@ -115,6 +119,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> CharTokenizer:
+        """Read `characters.json` in a folder."""
         path = Path(folder, cls.FILE)
         saved = read_json(path)
         if not isinstance(saved.get("characters"), str):
@@ -126,16 +131,16 @@ class CharTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """GPT-2's byte-level byte pair encoding, run by the library `tokenizers` (the extra `bpe`).
+    """GPT-2's byte-level byte pair encoding, computed by the library `tokenizers` (the extra `bpe`).
 
     Args:
         vocab: {token: id}, tokens written in GPT-2's alphabet, one printable character per byte.
         merges: pairs of tokens in the order in which they are joined.
-        special: tokens that never come out of ordinary text, such as "<|endoftext|>".
+        special: tokens that ordinary text is never encoded to, such as "<|endoftext|>".
 
     Raises:
         ImportError: `tokenizers` is not installed.
-        ValueError: a byte without a token: some text could not be encoded.
+        ValueError: a byte has no token, so some text could not be encoded.
     """
 
     FILE = "tokenizer.json"
@@ -161,15 +166,15 @@ class BPETokenizer(Tokenizer):
         """The ids of a text.
 
         Args:
-            allow_special: whether "<|endoftext|>" written in the text is the special token. Otherwise it is spelled
-                out like any other text, so that what a user types cannot end a document.
+            allow_special: whether "<|endoftext|>" in the text is encoded as the special token. Otherwise it is encoded
+                as ordinary text, so that user input cannot end a document.
         """
         _check_text(text)
         self._library.encode_special_tokens = not allow_special
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join([self._bytes.get(i, b"") for i in self._checked(ids)])
+        return b"".join([self._bytes.get(i, b"") for i in self._check_ids(ids)])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         with replacing(Path(folder, self.FILE)) as temporary:
@@ -177,20 +182,20 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> BPETokenizer:
-        """From a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
+        """Read a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
 
         Raises:
-            FileNotFoundError: neither is there.
-            ValueError: what is there is not GPT-2's kind of tokenizer.
+            FileNotFoundError: the folder has neither.
+            ValueError: the files do not describe a tokenizer of GPT-2's kind.
         """
         path = Path(folder, cls.FILE)
         if path.exists():
             return cls._from_json(path)
         vocab = read_json(Path(folder, "vocab.json"))
         lines = read_text(Path(folder, "merges.txt")).split("\n")
-        # The first line names the version. Others may begin with "#" too: they are merges.
+        # The first line may state a version. Later lines that begin with "#" are merges.
         rules = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
-        return cls(_checked_vocab(vocab, Path(folder, "vocab.json")), _pairs(rules, Path(folder, "merges.txt")))
+        return cls(_check_vocab(vocab, Path(folder, "vocab.json")), _check_merges(rules, Path(folder, "merges.txt")))
 
     @classmethod
     def _from_json(cls, path: Path) -> BPETokenizer:
@@ -205,14 +210,14 @@ class BPETokenizer(Tokenizer):
             )
         added = {token["content"]: token["id"] for token in saved.get("added_tokens", [])}
         rules = [rule.split(" ") if isinstance(rule, str) else rule for rule in model.get("merges", [])]
-        return cls({**_checked_vocab(model.get("vocab"), path), **added}, _pairs(rules, path), added)
+        return cls({**_check_vocab(model.get("vocab"), path), **added}, _check_merges(rules, path), added)
 
     def __repr__(self) -> str:
         return f"BPETokenizer({self.vocab_size} tokens, special: {self.special})"
 
 
 class StreamDecoder:
-    """Ids to text one by one: a character is given out once it is complete.
+    """Decodes ids one by one. A character is returned when it is complete.
 
     Example:
         >>> decoder = StreamDecoder(CharTokenizer("ab"))
@@ -225,22 +230,22 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that one more id completes; it may be empty."""
+        """The text that is completed by one more id; it may be empty."""
         return self._decoder.decode(self.tokenizer.decode_bytes([token]))
 
     def flush(self) -> str:
-        """The end: U+FFFD for a character that stayed incomplete. The next `push` begins anew."""
+        """U+FFFD if a character is incomplete, else "". The decoder can then be used for another text."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a folder: `characters.json`, or `tokenizer.json`, or `vocab.json` and `merges.txt`.
+    """Read the tokenizer in a folder: `characters.json`, or `tokenizer.json`, or `vocab.json` and `merges.txt`.
 
     Raises:
         FileNotFoundError: the folder has none of these.
-        ValueError: a file that does not hold what its name says.
+        ValueError: a file does not have the expected content.
     """
     if Path(folder, CharTokenizer.FILE).exists():
         return CharTokenizer.load(folder)
@@ -252,7 +257,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable character for each byte: itself where it is printable Latin-1, else one from U+0100 on."""
+    """GPT-2's printable character for each byte: printable Latin-1 as it is, other bytes from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -263,7 +268,7 @@ BYTE_OF = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
 
 
 def symbol_bytes(token: str) -> bytes:
-    """The bytes of a token in GPT-2's alphabet; characters outside of it stand for themselves."""
+    """The bytes of a token in GPT-2's alphabet; other characters are encoded as UTF-8."""
     return b"".join([bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in token])
 
 
@@ -275,13 +280,13 @@ def _tokenizers() -> Any:
     return tokenizers
 
 
-def _checked_vocab(vocab: Any, path: Path) -> dict[str, int]:
+def _check_vocab(vocab: Any, path: Path) -> dict[str, int]:
     if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise ValueError(f"{path} must hold a vocabulary, {{token: id}}")
     return vocab
 
 
-def _pairs(rules: list[Any], path: Path) -> list[tuple[str, str]]:
+def _check_merges(rules: list[Any], path: Path) -> list[tuple[str, str]]:
     for i, rule in enumerate(rules):
         if len(rule) != 2:
             raise ValueError(f"{path}: merge {i} must be a pair of tokens, got {rule}")
@@ -298,11 +303,11 @@ def _check_text(text: str) -> None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file, exactly: line ends stay as they are, only a byte order mark is taken away.
+    """The exact text of a UTF-8 file, line ends included. Only a byte order mark is removed.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is a folder, or empty, or not UTF-8 (says at which byte).
+        ValueError: it is a folder, or empty, or not UTF-8 (the message gives the byte).
     """
     path = Path(path)
     if path.is_dir():
@@ -325,9 +330,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def builtin_corpus() -> str:
-    """About 465 000 characters that every CPython carries: the language reference behind `help("topics")`.
+    """A text of about 465 000 characters that is part of CPython: the language reference of `help("topics")`.
 
-    It differs from one version of Python to the next.
+    It differs between versions of Python.
     """
     try:
         from pydoc_data.topics import topics
@@ -337,7 +342,7 @@ def builtin_corpus() -> str:
 
 
 def split_text(text: str, fraction: float = 0.9) -> tuple[str, str]:
-    """The first `fraction` of the characters for training, the rest for validation, as nanoGPT does."""
+    """Split a text into its first `fraction`, for training, and the rest, for validation, as nanoGPT does."""
     n = int(fraction * len(text))
     return text[:n], text[n:]
 
@@ -347,16 +352,15 @@ def split_text(text: str, fraction: float = 0.9) -> tuple[str, str]:
 
 
 class Batches:
-    """Windows drawn at random from a row of ids: `x, y = next(batches)`, for ever.
+    """An endless iterator over random windows of a sequence of ids: `x, y = next(batches)`.
 
-    Every window that fits is as likely as any other, the first and the last among them. The order depends on the seed
-    alone, and `state_dict` holds the place in it.
+    All windows are equally likely. Their order depends on the seed only, and `state_dict` stores the position in it.
 
     Args:
         ids: integers, shape (n,), n >= block_size + 1.
         block_size: T, the length of a window.
-        batch_size: B, how many windows.
-        seed: an int, or a list of ints, for a generator of its own.
+        batch_size: B, the number of windows.
+        seed: an int or a list of ints for the generator.
 
     Example:
         >>> x, y = next(Batches(np.arange(10), block_size=8, batch_size=3, seed=0))
@@ -383,18 +387,18 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[np.ndarray, np.ndarray]:
-        """x and y, (B, T) each, int64, with memory of their own; y[i, t] is the token after x[i, t]."""
+        """x and y, both (B, T), int64, newly allocated; y[i, t] is the token after x[i, t]."""
         return self.at(self.rng.integers(len(self.ids) - self.block_size, size=self.batch_size))
 
     def at(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The windows that begin at `starts`, (B,)."""
+        """x and y of the windows that begin at `starts`, (B,)."""
         rows = np.asarray(starts)[:, None] + np.arange(self.block_size)
         return self.ids[rows].astype(np.int64), self.ids[rows + 1].astype(np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the drawing stands, in plain numbers."""
+        """The state of the generator, in plain numbers, for `load_state_dict`."""
         return {"generator": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was asked."""
+        """Continue from a state of `state_dict`."""
         self.rng.bit_generator.state = state["generator"]

@@ -6,9 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast, overload
 
 __all__ = ["STATE", "State", "enable_grad", "is_grad_enabled", "no_grad", "record", "scope"]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class State(NamedTuple):
@@ -30,7 +33,13 @@ class Mode:
 
     change: ClassVar[dict[str, Any]]
 
-    def __new__(cls, function: Callable[..., Any] | None = None) -> Any:
+    @overload
+    def __new__(cls) -> Self: ...
+
+    @overload
+    def __new__(cls, function: F) -> F: ...  # type: ignore[misc]  # as a decorator
+
+    def __new__(cls, function: Any = None) -> Any:
         mode = super().__new__(cls)
         mode._before = []
         return mode if function is None else mode(function)
@@ -47,38 +56,27 @@ class Mode:
         before = self._before.pop()
         STATE.set(STATE.get()._replace(**{field: getattr(before, field) for field in self.change}))
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: F) -> F:
         mode = type(self)
         if inspect.isclass(function) or not callable(function):
             raise TypeError(f"{mode.__name__} decorates functions, got {function!r}")
         if inspect.isasyncgenfunction(function):
             raise TypeError(f"{mode.__name__} does not decorate asynchronous generators: use `with` inside of them")
 
-        if inspect.isgeneratorfunction(function):
-
-            @functools.wraps(function)
-            def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
-                with mode():
-                    generator = function(*args, **kwargs)
-                return (yield from _Stepped(generator, mode))
-
-            return steps
-
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def coroutine(*args: Any, **kwargs: Any) -> Any:
-                with mode():
-                    return await function(*args, **kwargs)
-
-            return coroutine
-
-        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with mode():
                 return function(*args, **kwargs)
 
-        return call
+        def run_steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            return (yield from _Stepped(call(*args, **kwargs), mode))
+
+        async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with mode():
+                return await function(*args, **kwargs)
+
+        is_generator, is_coroutine = inspect.isgeneratorfunction(function), inspect.iscoroutinefunction(function)
+        wrapper: Any = run_steps if is_generator else run_coroutine if is_coroutine else call
+        return cast(F, functools.wraps(function)(wrapper))
 
 
 class _Stepped:

@@ -1,7 +1,7 @@
-"""Optimizers: how gradients move parameters, how long a gradient may be, and how the learning rate goes over time.
+"""Optimizers, gradient clipping and the learning-rate schedule.
 
-Every optimizer writes into the arrays of its parameters and marks them as written, so that a graph which has used the
-old values refuses to run backward through the new ones.
+An optimizer writes into the arrays of its parameters and marks them as written, so that a later backward through a
+graph that has used the old values raises an error.
 """
 
 from __future__ import annotations
@@ -14,41 +14,44 @@ import numpy as np
 
 from tinygrad_mha.tensors import Tensor, mark_written
 
-State = dict[
-    str, Any
-]  # of one parameter: arrays in its shape and dtype, and plain numbers; empty before its first step
+__all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "decay_groups", "global_norm", "warmup_cosine"]
+
+# The state of one parameter: arrays of its shape and dtype, and plain numbers; empty before its first step.
+State = dict[str, Any]
 
 
 class Optimizer:
-    """What all optimizers share: groups of parameters with their options, and a state for each parameter.
+    """The base of all optimizers: groups of parameters with options, and a state for each parameter.
 
     Args:
-        params: tensors (any iterable), or groups of them: dicts with "params" and the options that differ there. A
-            tensor that occurs twice, as tied weights do, is one parameter.
-        defaults: the options of this optimizer and their values.
+        params: an iterable of tensors, or of groups: dicts with "params" and the options that differ from `defaults`.
+            A tensor that occurs twice, as tied weights do, is one parameter.
+        defaults: the options of the optimizer and their values.
 
     Attributes:
         groups: dicts with "params" (a list of tensors) and every option.
-        lr: the learning rate; setting it sets that of every group.
+        parameters: all parameters, a list of tensors.
+        lr: the learning rate of the first group; setting it sets that of every group.
 
     Raises:
-        TypeError: a parameter that is no tensor, or an unknown option.
+        TypeError: a parameter that is not a tensor, or an unknown option.
         ValueError: no parameters, a tensor that was computed, a tensor in two groups, an option out of its range.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self.groups = [_group(group, defaults) for group in _as_groups(params)]
+        self.groups = [_check_group(group, defaults) for group in _as_groups(params)]
         self.parameters: list[Tensor] = [p for group in self.groups for p in group["params"]]
         if not self.parameters:
             raise ValueError("an optimizer needs parameters, got none: pass model.parameters()")
         if len({id(p) for p in self.parameters}) < len(self.parameters):
             twice = next(p for p in self.parameters if sum(p is q for q in self.parameters) > 1)
-            raise ValueError(f"{_label(twice)} stands in two groups: leave it in the one whose options it shall follow")
+            raise ValueError(f"{_label(twice)} is in two groups; keep it in one")
         self.state: list[State] = [{} for _ in self.parameters]
         self._scratch = np.empty(0, np.uint8)
 
     @property
     def lr(self) -> float:
+        """The learning rate of the first group; setting it sets that of every group."""
         return self.groups[0]["lr"]
 
     @lr.setter
@@ -58,7 +61,7 @@ class Optimizer:
             group["lr"] = value
 
     def step(self) -> None:
-        """Move every parameter that has a gradient. One without is left alone: no decay, no state."""
+        """Update every parameter that has a gradient. Others are unchanged: no decay, no state."""
         for p, state, group in self._entries():
             if p.grad is None:
                 continue
@@ -67,24 +70,24 @@ class Optimizer:
             mark_written(p)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters: each `.grad` is None again."""
+        """Delete the gradients of all parameters: each `.grad` is None again."""
         for p in self.parameters:
             p.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all that a later `load_state_dict` needs: {"groups": [options ...], "state": [one per parameter]}.
+        """A copy of options and state, for `load_state_dict`: {"groups": [options ...], "state": [one per parameter]}.
 
-        Arrays stand only in "state"; everything else is plain numbers, lists and strings.
+        Only "state" contains arrays; everything else is plain numbers, lists and strings.
         """
         positions = {id(p): i for i, p in enumerate(self.parameters)}
         groups = [{**group, "params": [positions[id(p)] for p in group["params"]]} for group in self.groups]
-        return {"groups": groups, "state": [_copied(state) for state in self.state]}
+        return {"groups": groups, "state": [_copy_state(state) for state in self.state]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over the options and the state of another optimizer of this class, over parameters of the same shapes.
+        """Load the options and state of another optimizer of this class, whose parameters have the same shapes.
 
         Raises:
-            ValueError: other groups, options, shapes or dtypes. Nothing has changed then.
+            ValueError: other groups, options, shapes or dtypes. In this case nothing is changed.
         """
         groups, states = saved["groups"], saved["state"]
         ours = [len(group["params"]) for group in self.groups]
@@ -100,7 +103,7 @@ class Optimizer:
             _check_state(p, state, self._new_state(p._data, other))
         for group, other in zip(self.groups, groups, strict=True):
             group.update({key: _plain(value) for key, value in other.items() if key != "params"})
-        self.state = [_copied(state) for state in states]
+        self.state = [_copy_state(state) for state in states]
 
     def _entries(self) -> Iterator[tuple[Tensor, State, dict[str, Any]]]:
         states = iter(self.state)
@@ -115,17 +118,18 @@ class Optimizer:
         raise NotImplementedError
 
     def _space_like(self, p: np.ndarray) -> np.ndarray:
-        """Memory in the shape of `p` to compute in. All parameters share it, so that it stays in the cache."""
+        """Scratch memory in the shape of `p`. All parameters share it, so that it stays in the CPU cache."""
         if self._scratch.nbytes < p.nbytes:
             self._scratch = np.empty(p.nbytes, np.uint8)
         return self._scratch[: p.nbytes].view(p.dtype).reshape(p.shape)
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum if wanted.
+    """Stochastic gradient descent, with optional momentum, as torch.optim.SGD.
 
-    p <- p - lr * b, where b is the gradient g + weight_decay * p, or with momentum b <- momentum * b + g (the first b
-    is g), as in torch.optim.SGD.
+    g <- grad + weight_decay * p
+    b <- momentum * b + g, the first b being g
+    p <- p - lr * b
 
     Example:
         >>> p = Tensor([1.0, 2.0], requires_grad=True)
@@ -159,14 +163,14 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980): steps whose size does not depend on the size of the gradients.
+    """Adam (arXiv:1412.6980): step sizes do not depend on the scale of the gradients.
 
     m <- beta1 * m + (1 - beta1) * g
     v <- beta2 * v + (1 - beta2) * g^2
     p <- p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    m and v start at 0, which the divisions by 1 - beta^t make up for. A `weight_decay` is added to the gradient
-    (g + weight_decay * p), and so is scaled with it; `AdamW` keeps the two apart.
+    m and v start at 0; the divisions by 1 - beta^t correct for this. `weight_decay` adds weight_decay * p to the
+    gradient, so it is scaled like the gradient; `AdamW` applies it separately.
     """
 
     decoupled = False
@@ -233,8 +237,10 @@ class AdamW(Adam):
 
 
 def decay_groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters of a module in two groups: matrices and embeddings (two axes or more) decay, biases and the
-    weights of norms do not (as in nanoGPT)."""
+    """Split the parameters of a module into two groups for an optimizer, as nanoGPT does.
+
+    Parameters of two or more axes (matrices and embeddings) get `weight_decay`; biases and the weights of norms get 0.
+    """
     parameters = [p for _, p in module.named_parameters()]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -243,15 +249,14 @@ def decay_groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The length of a gradient
+# Gradient norm and clipping
 
 
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
-    """Shorten the gradients so that the L2 norm over all of them together is at most `max_norm`; return what it was.
+    """Scale gradients so that their common L2 norm is at most `max_norm`; return the norm before scaling.
 
-    Gradients are multiplied in place by max_norm / (norm + 1e-6) where that is less than 1, as torch does. A tensor
-    that occurs twice counts once, one without a gradient not at all. If the norm is inf or nan the gradients stay as
-    they are: look at the result and skip the step.
+    Gradients are multiplied in place by max_norm / (norm + 1e-6) if that is less than 1, as torch does. A tensor that
+    occurs twice counts once. If the norm is inf or nan the gradients are unchanged: check the result and skip the step.
 
     Raises:
         ValueError: `max_norm` is negative or nan.
@@ -269,13 +274,13 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
 
 
 def global_norm(arrays: Iterable[np.ndarray]) -> float:
-    """The L2 norm over all elements of all arrays, summed in float64; 0 of none."""
+    """The L2 norm over all elements of all arrays, computed in float64; 0 without arrays."""
     arrays = list(arrays)
-    with np.errstate(over="ignore"):  # what happens then is below
+    with np.errstate(over="ignore"):  # handled below
         squares = sum(_sum_of_squares(a) for a in arrays)
     if math.isfinite(squares) and squares > 1e-200:
         return math.sqrt(squares)
-    # Something is inf, nan or all 0, or the squares do not fit even into float64: measure by the largest element.
+    # An element is inf or nan, all are 0, or the squares overflow or underflow: divide by the largest element first.
     top = float(np.max([np.abs(a).max(initial=0) for a in arrays], initial=0))
     if top == 0 or not math.isfinite(top):
         return top
@@ -288,14 +293,14 @@ def _sum_of_squares(a: np.ndarray) -> float:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The learning rate
+# Learning-rate schedule
 
 
 def warmup_cosine(step: int, max_lr: float, min_lr: float = 0.0, warmup: int = 0, total: int = 1) -> float:
-    """The learning rate of update `step` (0 is the first): up in a line, down in half a cosine, then `min_lr`.
+    """The learning rate of update `step` (0 is the first): linear warmup, cosine decay, then `min_lr`.
 
-    While step < warmup it is max_lr * (step + 1) / (warmup + 1), so that the first update moves already; at `warmup`
-    it is max_lr, and from `total` on min_lr (nanoGPT's rule; the cosine is that of arXiv:1608.03983).
+    While step < warmup it is max_lr * (step + 1) / (warmup + 1), which is not 0 for the first update. It is max_lr at
+    `warmup` and min_lr from `total` on (nanoGPT's rule; the cosine is that of arXiv:1608.03983).
 
     Raises:
         ValueError: a negative step or warmup, `total` below `warmup`, or not 0 <= min_lr <= max_lr.
@@ -317,6 +322,7 @@ def warmup_cosine(step: int, max_lr: float, min_lr: float = 0.0, warmup: int = 0
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """An iterable of tensors or of groups, as a list of groups."""
     if isinstance(params, (Tensor, dict)):
         raise TypeError(f"params must be an iterable of tensors or of groups, got a {type(params).__name__}")
     entries = list(params)
@@ -325,12 +331,13 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return [{"params": entries}]
 
 
-def _group(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _check_group(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A group with all options, its tensors in a list, each once."""
     unknown = given.keys() - defaults.keys() - {"params"}
     if unknown or "params" not in given:
         raise TypeError(f'a group has "params" and the options {sorted(defaults)}, got {sorted(given)}')
-    listed = given["params"]
-    tensors = [listed] if isinstance(listed, Tensor) else list(listed)
+    params = given["params"]
+    tensors = [params] if isinstance(params, Tensor) else list(params)
     for p in tensors:
         if not isinstance(p, Tensor):
             raise TypeError(f"a parameter must be a Tensor, got {type(p).__name__}")
@@ -360,7 +367,7 @@ def _check_gradient(p: Tensor) -> None:
 
 
 def _check_state(p: Tensor, state: State, expected: State) -> None:
-    """A saved state is empty, or it has the names, shapes and dtypes of a fresh one."""
+    """Check that a saved state is empty, or has the keys, shapes and dtypes of a new one."""
     if state and state.keys() != expected.keys():
         raise ValueError(f"the saved state of {_label(p)} has {sorted(state)}, expected {sorted(expected)}")
     for key, value in state.items():
@@ -372,12 +379,12 @@ def _check_state(p: Tensor, state: State, expected: State) -> None:
             )
 
 
-def _copied(state: State) -> State:
+def _copy_state(state: State) -> State:
     return {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in state.items()}
 
 
 def _plain(value: Any) -> Any:
-    """An option as plain Python: NumPy's scalars would not be weak, and JSON knows no tuples."""
+    """An option as plain Python: NumPy scalars would change dtypes, and JSON turns tuples into lists."""
     if isinstance(value, (list, tuple)):
         return tuple(_plain(v) for v in value)
     return value.item() if isinstance(value, np.generic) else value

@@ -20,25 +20,21 @@ __all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_operand", "from_data",
 REGISTRY: dict[str, Primitive[..., Any]] = {}
 
 # What a primitive does. Pictures decide by it what gets a box of its own and what becomes part of a formula.
-KINDS = (
-    "function",  # anything else
+#     choice: selects elements of its arguments by a condition    mask: sets elements that are not allowed to -inf
+#     normalization: of each row to a mean, a variance, a sum     distribution: rows are positive and sum to 1
+#     movement: the same elements in another shape, order, dtype  index: a part of an array
+#     scatter: the derivative of an index                         lookup: rows of a table
+KINDS: tuple[str, ...] = (
+    "function",
     "elementwise",
-    "addition",  # element-wise too
+    "addition",
     "activation",
-    "choice",  # of elements of its arguments, by a condition
-    "mask",  # sets what is not allowed to -inf
+    "choice",
+    "mask",
     "reduction",
-    "normalization",  # of each row, to a mean, a variance or a mean square
-    "distribution",  # each row of the result is positive and sums to 1
-    "movement",  # the same elements in another shape, order or dtype
-    "index",  # a part of an array
-    "scatter",  # the derivative of an index
-    "join",
-    "lookup",  # rows of a table
-    "product",
-    "attention",
-    "loss",
+    "normalization",
 )
+KINDS += ("distribution", "movement", "index", "scatter", "join", "lookup", "product", "attention", "loss")
 
 # What an array argument is. A plain array given as an "operand" is a constant of the formula, as is a mask; a plain
 # array in another role is drawn. A leaf that is used as a weight or bias is a parameter.

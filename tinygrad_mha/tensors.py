@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tinygrad_mha import engine, numpy_protocol, ops
 from tinygrad_mha.engine import Node, WriteTime
 from tinygrad_mha.modes import STATE
+from tinygrad_mha.ops.elementary import Axis
 from tinygrad_mha.primitives import Primitive, as_operand, from_data
 
 __all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "wrap"]
-
-Axis = int | tuple[int, ...] | None
 
 
 class Tensor:
@@ -217,12 +216,14 @@ class Tensor:
             raise ValueError(f"item() wants one element, got shape {self.shape}")
         return self._data.item()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if self._needs_grad:
-            raise TypeError(
-                "turning a tensor that needs a gradient into an array would cut the graph: use .numpy() or .detach()"
-            )
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
+    if not TYPE_CHECKING:  # type checkers would take array + tensor for an array
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            if self._needs_grad:
+                raise TypeError(
+                    "making an array of a tensor that needs a gradient would cut the graph: use .numpy() or .detach()"
+                )
+            return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __float__(self) -> float:
         return float(self.item())

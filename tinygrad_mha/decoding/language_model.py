@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
@@ -30,7 +31,8 @@ class LanguageModel(Protocol):
 
     config: Any
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    @property  # as in Module, whose calls are typed by its forward
+    def __call__(self) -> Callable[..., Any]:
         """`model(idx, last_only=True)`: ids (B, T) -> a Tensor of logits (B, 1, V), of what follows the last token.
 
         With a cache, `cache=` is passed too and `idx` contains the new tokens only. For prompts of different lengths

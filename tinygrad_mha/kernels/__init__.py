@@ -1,1 +1,3 @@
-"""Fast bodies for the few primitives that need one. Arrays in, arrays out, no graphs."""
+"""Numerical kernels of primitives: functions of arrays, without graphs."""
+
+__all__ = ["reference"]

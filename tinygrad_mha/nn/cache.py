@@ -68,6 +68,7 @@ class KVCache:
 
     @property
     def n_layer(self) -> int:
+        """The number of layers that it serves."""
         return len(self._rows)
 
     @property

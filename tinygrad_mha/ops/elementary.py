@@ -18,7 +18,8 @@ import builtins
 import itertools
 import math
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -34,6 +35,8 @@ __all__ += ["reshape", "scale", "scatter_add", "sigmoid", "split", "sqrt", "stac
 __all__ += ["take", "tanh", "transpose", "var", "where"]
 
 INFINITY = math.inf
+X = TypeVar("X", bound=Any)  # an array or a Tensor
+Axis = int | tuple[int, ...] | None
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arithmetic. `x * 0.5` is scale(x, by=0.5): a constant is not a node.
@@ -585,7 +588,7 @@ def string_first(inputs, keywords):
 
 
 @primitive(kind="product", roles=("data",), formula=notation.write_einsum, arrange=string_first)
-def einsum(*xs, subscripts) -> Any:
+def einsum(*xs, subscripts="") -> Any:
     """Sums of products by index letters: einsum("bqd,bkd->bqk", q, k)."""
     terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     return np.einsum(",".join(terms) + "->" + out, *xs)
@@ -634,19 +637,19 @@ def einsum_terms(subscripts, shapes):
 # Compositions
 
 
-def swapaxes(x, axis1, axis2):
-    """`x` with two axes exchanged."""
+def swapaxes(x: X, axis1: int, axis2: int) -> X:
+    """Exchange two axes of `x`."""
     axis1, axis2 = normalize_axis_tuple((axis1, axis2), x.ndim, allow_duplicate=True)
     axes = list(range(x.ndim))
     axes[axis1], axes[axis2] = axis2, axis1
     return transpose(x, axes=tuple(axes))
 
 
-def split(x, parts, axis=0):
-    """`x` cut along `axis` into `parts` equal pieces, or at the positions in the list `parts`, as np.split does."""
+def split(x: X, parts: int | Sequence[int], axis: int = 0) -> list[X]:
+    """Cut `x` along `axis` into `parts` equal pieces, or at the indices in the list `parts`, as np.split does."""
     (axis,) = normalize_axis_tuple(axis, x.ndim)
     n = x.shape[axis]
-    if isinstance(parts, int):
+    if isinstance(parts, (int, np.integer)):
         if parts < 1 or n % parts:
             raise ValueError(f"axis {axis} of length {n} does not split into {parts} equal parts")
         parts = [n // parts * i for i in range(1, parts)]
@@ -654,17 +657,17 @@ def split(x, parts, axis=0):
     return [x[along(axis, slice(a, b))] for a, b in itertools.pairwise(edges)]
 
 
-def norm(x, axis=None, keepdims=False):
-    """The Euclidean length over `axis`. At length 0 the gradient is 0, the smallest of its subgradients."""
+def norm(x: X, axis: Axis = None, keepdims: bool = False) -> X:
+    """The Euclidean norm over `axis`. Where it is 0 the gradient is taken as 0."""
     return root_of_squares(sum(x * x, axis=axis, keepdims=keepdims))
 
 
-def std(x, axis=None, ddof=0, keepdims=False):
-    """The standard deviation over `axis`. Where all values are equal the gradient is 0."""
+def std(x: X, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> X:
+    """The standard deviation over `axis`. Where it is 0 the gradient is taken as 0."""
     return root_of_squares(var(x, axis=axis, ddof=ddof, keepdims=keepdims))
 
 
 def root_of_squares(x):
-    """sqrt(x), but with slope 0 at 0, where the root of a sum of squares has its corner."""
-    corner = x == 0
-    return where(corner, 0.0, sqrt(where(corner, 1.0, x)))
+    """sqrt(x), with derivative 0 at 0."""
+    is_zero = x == 0
+    return where(is_zero, 0.0, sqrt(where(is_zero, 1.0, x)))
