@@ -45,6 +45,12 @@ def test_the_page_on_autodiff_lists_the_rules_of_the_registry(monkeypatch):
     assert rules.read_table() == rules.make_table(), "run: python docs/autodiff_rules.py"
 
 
+def test_the_page_on_the_design_names_every_file():
+    listed = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "design.md").read_text().split("## Rules")[0]))
+    files = {f.relative_to(PACKAGE).as_posix() for f in PACKAGE.rglob("*.py") if not f.name.startswith("__")}
+    assert files == listed - {"tests/test_docs.py"}, "docs/design.md lists the files and what each decides"
+
+
 # A part of the package may import the parts before it, and no others.
 ROOMS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
 ROOMS += ["transforms", "files", "data", "decoding", "nn", "optim", "training", "viz", "check", "demo", "cli"]
