@@ -641,6 +641,11 @@ def test_settings_that_the_formats_cannot_hold_are_all_named_and_nothing_is_writ
     close(twin(IDS), model(IDS).data, 0)
 
 
+def test_a_head_of_keys_for_each_head_is_what_the_formats_hold(tmp_path):
+    model, folder = saved(tmp_path, n_kv_head=3)
+    close(nn.GPT.from_pretrained(folder)(IDS), model(IDS).data)
+
+
 def test_a_failed_save_leaves_the_old_folder_as_it_was(tmp_path, monkeypatch):
     _, folder = saved(tmp_path)
     before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}

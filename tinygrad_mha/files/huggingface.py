@@ -1,7 +1,7 @@
-"""A Hugging Face folder of a GPT-1 or GPT-2 <-> our configuration and arrays by name.
+"""Read and write Hugging Face folders of GPT-1 and GPT-2 as a configuration and arrays by name.
 
-Our parameter names are GPT-2's, and both store linear weights (in, out). So what is left is a prefix, two names of
-GPT-1, mask buffers that some files hold, the tied head, and the keys of config.json.
+Our parameter names are GPT-2's, and both store linear weights (in, out). What differs is a prefix, two names of GPT-1,
+mask buffers in some files, the tied head, and the keys of config.json.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tinygrad_mha.files.atomic import replacing
 from tinygrad_mha.files.json_files import CheckpointError, read_json
 from tinygrad_mha.files.safetensors import load_arrays, save_arrays
 
+__all__ = ["read_folder", "write_folder"]
+
 PREFIX = "transformer."
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # not h.0.attn.c_attn.bias
 HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # layer norms and linear layers
@@ -27,40 +29,29 @@ TO_OURS = {"tokens_embed.weight": "wte.weight", "positions_embed.weight": "wpe.w
 TO_GPT1 = {ours: theirs for theirs, ours in TO_OURS.items()}
 
 # The same word means different functions: "gelu" is exact in a GPT-2 folder and the tanh form in a GPT-1 folder.
+TANH_GELUS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 ACTIVATIONS = {
-    "gpt2": {
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu_fast": "gelu_tanh",
-        "gelu": "gelu",
-        "relu": "relu",
-    },
+    "gpt2": {**TANH_GELUS, "gelu": "gelu", "relu": "relu"},
     "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},
 }
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "openai-gpt": "OpenAIGPTLMHeadModel"}
 
-# What transformers takes where config.json says nothing.
-COMMON: dict[str, Any] = {
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
-COMMON |= {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "n_inner": None}
+# The values of transformers for keys that config.json leaves out.
+COMMON: dict[str, Any] = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "layer_norm_epsilon": 1e-5}
+COMMON |= {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {**COMMON, "vocab_size": 50257, "n_positions": 1024, "activation_function": "gelu_new"},
     "openai-gpt": {**COMMON, "vocab_size": 40478, "n_positions": 512, "afn": "gelu"},
 }
 
-# Settings of GPT-2 that change what is computed, and the only value of each that is supported.
+# Settings of GPT-2 that change the computation, with the only value that is supported.
 FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 # Settings of a `GPTConfig` and their names in config.json.
 KEYS = {"vocab_size": "vocab_size", "block_size": "n_positions", "n_layer": "n_layer", "n_head": "n_head"}
 KEYS |= {"n_embd": "n_embd", "n_inner": "n_inner", "dropout": "resid_pdrop", "eps": "layer_norm_epsilon"}
 KEYS |= {"tie_weights": "tie_word_embeddings"}
-# Those that are expressed in other ways. Every other setting must have its default value.
+# Together with settings that are expressed in other ways. Every other setting must have its default value.
 EXPRESSED = {*KEYS, "bias", "norm_first", "activation"}
 
 
@@ -76,11 +67,11 @@ def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
     if not path.exists():
         found = ", ".join(sorted(p.name for p in folder.glob("*model*"))) or "no weights at all"
         raise CheckpointError(f"{path} does not exist; {folder} holds {found}. One safetensors file is expected")
-    return config, rename(path, load_arrays(path))
+    return config, rename_arrays(path, load_arrays(path))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as the keywords of a `GPTConfig`."""
+    """Read config.json as the keywords of a `GPTConfig`."""
     path = folder / "config.json"
     theirs = read_json(path)
     kind = theirs.get("model_type")
@@ -92,7 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if activation not in ACTIVATIONS[kind]:
         unsupported.append(f"the activation {activation!r} (known: {', '.join(ACTIVATIONS[kind])})")
     if unsupported:
-        raise CheckpointError(f"{path} asks for what is not supported: {'; '.join(unsupported)}")
+        raise CheckpointError(f"{path} has unsupported settings: {'; '.join(unsupported)}")
     rates = {key: values[key] for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
     if len(set(rates.values())) > 1:
         warnings.warn(f"{path} has several dropout rates, {rates}; ours has one: resid_pdrop", stacklevel=4)
@@ -100,8 +91,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {**settings, "norm_first": kind == "gpt2", "activation": ACTIVATIONS[kind][activation]}
 
 
-def rename(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays under our names, without the mask buffers that older files hold."""
+def rename_arrays(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays under our names, without the mask buffers of older files."""
     ours: dict[str, np.ndarray] = {}
     for theirs, array in arrays.items():
         name = theirs.removeprefix(PREFIX)
@@ -130,7 +121,7 @@ def write_folder(
     Raises:
         ValueError: neither GPT-1 nor GPT-2 has this configuration; every unsupported setting is named.
     """
-    kind, theirs = their_config(config, defaults)
+    kind, theirs = express_config(config, defaults)
     theirs["dtype"] = str(state["wte.weight"].dtype)
     arrays = {}
     for name, array in state.items():
@@ -145,8 +136,10 @@ def write_folder(
         save_arrays(folder / "model.safetensors", arrays, {"format": "pt"})
 
 
-def their_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model_type and config.json of a configuration of ours."""
+def express_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the model_type and the config.json for the settings of a `GPTConfig`."""
+    if config["n_kv_head"] == config["n_head"]:
+        config = {**config, "n_kv_head": None}
     kind = "gpt2" if config["norm_first"] else "openai-gpt"
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS[kind].items())}
     inner, width = config["n_inner"], config["n_embd"]

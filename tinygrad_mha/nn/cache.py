@@ -1,7 +1,7 @@
-"""KVCache: the keys and values of what a model has read, so that a new token costs one row and not all of them.
+"""KVCache: the keys and values of the tokens so far, so that a new token costs one row of attention.
 
-Row n of attention's output needs query n only, but every key and value up to n. So keys and values are kept, queries
-are thrown away, and positions follow from how many rows there are.
+Row n of attention's output depends on query n alone, but on every key and value up to n. So keys and values are kept
+and queries are not. The length of the cache is the position of the next token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import check_count, check_integer
 from tinygrad_mha.tensors import Tensor
 
+__all__ = ["CachedLayer", "KVCache"]
+
 
 class Rows:
-    """Memory for the keys and values of one layer, (..., capacity, width), of which the first `used` are written.
+    """Memory for the keys and values of one layer, (..., capacity, width). The first `used` rows are written.
 
-    Caches that were forked share it. Rows in use are never written again while it is shared: the cache that comes first
-    continues behind `used`, any other takes a copy.
+    Forked caches share it. While it is shared, rows in use are not overwritten: a cache of length `used` appends in
+    place, any other one copies its rows first.
     """
 
     __slots__ = ("k", "shared", "used", "v")
@@ -37,16 +39,12 @@ class Rows:
     def first(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         return self.k[..., :n, :], self.v[..., :n, :]
 
-    @property
-    def capacity(self) -> int:
-        return self.k.shape[-2]
-
 
 class KVCache:
-    """The keys and values of all tokens read so far, one store per layer. It is yours: a call appends, no more.
+    """The keys and values of all tokens so far, for each layer. A call with `cache=` appends to it.
 
     Args:
-        n_layer: how many attention layers will use it, `config.n_layer` for a GPT.
+        n_layer: the number of attention layers, `config.n_layer` for a GPT.
 
     Example:
         >>> import tinygrad_mha as tg
@@ -73,22 +71,22 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many tokens it holds. A token counts when every layer has it, so a call that fails halfway adds none."""
+        """The number of tokens that every layer holds. A call that fails halfway therefore adds none."""
         return min(self._counts)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the keys and values that it holds."""
+        """The size of the keys and values in bytes."""
         return sum(x.nbytes for rows in self._rows if rows is not None for x in rows.first(self.length))
 
     def __getitem__(self, layer: int) -> CachedLayer:
-        """The part of one layer, to hand to that layer: `attention(x, cache=cache[2])`."""
+        """The part of one layer, to pass to that layer: `attention(x, cache=cache[2])`."""
         if not 0 <= layer < self.n_layer:
             raise IndexError(f"this cache has the layers 0 to {self.n_layer - 1}, got {layer}")
         return CachedLayer(self, layer)
 
     def fork(self) -> KVCache:
-        """A second cache of the same tokens. Both share the rows until one must write where the other reads."""
+        """A second cache of the same tokens. Rows are shared, and copied when one cache would overwrite the other."""
         twin = KVCache(self.n_layer)
         twin._rows = list(self._rows)
         twin._counts = [self.length] * self.n_layer
@@ -98,37 +96,37 @@ class KVCache:
         return twin
 
     def crop(self, n: int) -> None:
-        """Keep the first `n` tokens and forget those after them.
+        """Keep the first `n` tokens and drop the others.
 
         Raises:
-            ValueError: an `n` that is negative, or more than there are.
+            TypeError: `n` is not an integer.
+            ValueError: `n` is negative or more than `length`.
         """
         if not 0 <= check_integer(n, "n") <= self.length:
             raise ValueError(f"crop keeps from 0 to {self.length} tokens, got {n}")
-        self._counts = [n] * self.n_layer
+        self._counts = [int(n)] * self.n_layer
 
     def select(self, batch: Any) -> KVCache:
-        """A cache (with rows of its own) for the rows `batch` of the batch: indices, of which some may repeat.
+        """A copy with the rows `batch` of the batch: indices, which may repeat.
 
         Raises:
-            ValueError: the sequence that it holds has no batch axis.
+            ValueError: the cache holds a sequence without a batch axis.
         """
         twin = KVCache(self.n_layer)
         for layer, rows in enumerate(self._rows):
-            if rows is not None:
-                if rows.k.ndim < 4:
-                    raise ValueError(
-                        f"this cache holds one sequence, k {rows.k.shape}: there is no batch to select from"
-                    )
-                k, v = (x[np.asarray(batch)] for x in rows.first(self.length))
-                twin._write(layer, k, v)
+            if rows is None:
+                continue
+            if rows.k.ndim < 4:
+                raise ValueError(f"this cache holds one sequence, k {rows.k.shape}: there is no batch to select from")
+            k, v = (x[np.asarray(batch)] for x in rows.first(self.length))
+            twin._write(layer, k, v)
         return twin
 
     def _write(self, layer: int, k: np.ndarray, v: np.ndarray) -> Rows:
         start = self.length
         stop = start + k.shape[-2]
         rows = self._rows[layer]
-        if rows is None or start == 0 or stop > rows.capacity or (rows.shared and rows.used != start):
+        if rows is None or start == 0 or stop > rows.k.shape[-2] or (rows.shared and rows.used != start):
             bigger = Rows(k, v, max(16, 1 << (stop - 1).bit_length()))
             if rows is not None and start:
                 bigger.write(0, *rows.first(start))
@@ -146,46 +144,39 @@ class KVCache:
 class CachedLayer:
     """The part of a `KVCache` that belongs to one layer."""
 
-    __slots__ = ("cache", "layer")
+    __slots__ = ("_cache", "_layer")
 
     def __init__(self, cache: KVCache, layer: int) -> None:
-        self.cache = cache
-        self.layer = layer
+        self._cache, self._layer = cache, layer
 
     @property
     def length(self) -> int:
-        """How many tokens came before those that are being read now."""
-        return self.cache.length
+        """The number of tokens before the current ones."""
+        return self._cache.length
 
     def append(self, k: Tensor, v: Tensor, snapshot: bool = False) -> tuple[Any, Any]:
-        """Keep new keys and values, (..., T, width) each, and return all of them from the first token on.
+        """Append keys and values (..., T, width), and return those of all tokens.
 
         Args:
-            snapshot: return tensors of their own that remember the new rows as an input (to be traced, or drawn),
-                rather than views of the memory.
+            snapshot: return Tensors with the new rows as inputs, to be traced or drawn, instead of views of the cache.
 
         Raises:
-            ValueError: gradients are on; or the shapes or dtypes do not continue those that are there.
+            ValueError: gradients are on, or the shapes or dtypes differ from those in the cache.
         """
         if modes.is_grad_enabled():
-            raise ValueError("a KVCache keeps plain arrays, which no gradient can pass: use it under tg.no_grad()")
-        start = self.cache.length
-        rows = self.cache._rows[self.layer]
-        before: tuple[np.ndarray, ...] = ()
-        if rows is not None and start:
-            before = rows.first(start)
-            for name, new, old in zip("kv", (k, v), before, strict=True):
-                if (*new.shape[:-2], new.shape[-1], new.dtype) != (*old.shape[:-2], old.shape[-1], old.dtype):
-                    raise ValueError(
-                        f"the cache holds {name} of shape {old.shape}, {old.dtype} (batch, heads, tokens, width); "
-                        f"{new.shape}, {new.dtype} does not continue it: another batch or model wants a new cache"
-                    )
+            raise ValueError("a KVCache holds arrays, through which no gradient flows: use it under tg.no_grad()")
+        start, rows = self._cache.length, self._cache._rows[self._layer]
+        before = rows.first(start) if rows is not None and start else ()
+        for name, new, old in zip("kv", (k, v), before, strict=False):
+            if (*new.shape[:-2], new.shape[-1], new.dtype) != (*old.shape[:-2], old.shape[-1], old.dtype):
+                raise ValueError(
+                    f"the cache holds {name} of shape {old.shape}, {old.dtype} (batch, heads, tokens, width), got "
+                    f"{new.shape}, {new.dtype}: use a new cache for another batch or model"
+                )
         if snapshot and before:
-            whole = [
-                ops.concat(Tensor(old, name=f"cached {name}"), new, axis=-2)
-                for name, new, old in zip("KV", (k, v), before, strict=True)
-            ]
+            k_before, v_before = (Tensor(old, name=f"cached {name}") for name, old in zip("KV", before, strict=True))
+            k_all, v_all = ops.concat(k_before, k, axis=-2), ops.concat(v_before, v, axis=-2)
         else:
-            whole = [k, v]
-        kept = self.cache._write(self.layer, k.numpy(), v.numpy()).first(start + k.shape[-2])
-        return (whole[0], whole[1]) if snapshot else kept
+            k_all, v_all = k, v
+        rows = self._cache._write(self._layer, k.numpy(), v.numpy())
+        return (k_all, v_all) if snapshot else rows.first(start + k.shape[-2])

@@ -41,7 +41,7 @@ STD = 0.02  # the standard deviation of initial weights, as in GPT-2
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT.
+    """The settings of a GPT.
 
     Args:
         vocab_size: the number of tokens V.
@@ -118,7 +118,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration that `to_dict` wrote, perhaps by way of JSON.
+        """The configuration of the dict that `to_dict` returned, also after a round trip through JSON.
 
         Raises:
             ValueError: unknown or missing keys (all are named), or an invalid value.
@@ -133,7 +133,7 @@ class GPTConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON can hold them: a position object becomes a dict."""
+        """The settings as values for JSON: a position object becomes a dict."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.position, Position):
             values["position"] = self.position.to_dict()
@@ -264,8 +264,8 @@ class GPT(Module):
         self.h = [Block(config, self.position, rng, dropout_rng) for _ in range(config.n_layer)]
         if config.norm_first:
             self.ln_f = make_norm(config)
-        tied = self.wte.weight if config.tie_weights else normal((config.vocab_size, config.n_embd), STD, rng)
-        self.lm_head = Head(tied)
+        shape = config.vocab_size, config.n_embd
+        self.lm_head = Head(self.wte.weight if config.tie_weights else normal(shape, STD, rng))
 
     @overload
     def forward(

@@ -1,4 +1,4 @@
-"""The layers that a Transformer is built from. Weights are stored (in, out); every layer is one primitive or two."""
+"""The layers of a Transformer. Weights are stored (in, out)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tinygrad_mha.nn.init import Seed, constant, normal
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, as_tensor
 
+__all__ = ["ACTIVATIONS", "GATES", "Dropout", "Embedding", "FeedForward", "LayerNorm", "Linear", "RMSNorm"]
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: ops.gelu(x),
     "gelu_tanh": lambda x: ops.gelu(x, tanh=True),
@@ -25,12 +27,12 @@ class Linear(Module):
     """x @ weight + bias: (..., n_in) -> (..., n_out).
 
     Args:
-        bias: whether there is one; it starts at 0.
-        std: the spread of the initial weights, n_in ** -0.5 unless given, which keeps the spread of x.
-        rng: a numpy Generator or a seed for them.
+        bias: whether there is a bias; it is initialized to 0.
+        std: the standard deviation of the initial weights, n_in ** -0.5 unless given, which keeps that of x.
+        rng: a NumPy Generator or a seed of the initial weights.
 
     Raises:
-        ValueError: an x whose last axis is not n_in long.
+        ValueError: the last axis of x does not have length n_in.
 
     Example:
         >>> Linear(2, 3, rng=0)(np.ones((5, 2), dtype=np.float32)).shape
@@ -47,11 +49,11 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """One row of `weight` (n, width) for each id: integers of any shape -> ids.shape + (width,).
+    """The row of `weight` (n, width) for each id: integers of any shape -> ids.shape + (width,).
 
     Raises:
         TypeError: ids that are not integers.
-        IndexError: an id that is not in 0 .. n - 1; it names the first one and its place.
+        IndexError: an id that is not in 0 .. n - 1; the message gives the first one and its index.
     """
 
     def __init__(self, n: int, width: int, std: float = 0.02, rng: Seed = None) -> None:
@@ -62,7 +64,7 @@ class Embedding(Module):
 
 
 class LayerNorm(Module):
-    """Every row (the last axis) to mean 0 and variance 1, then times `weight` plus `bias` (arXiv:1607.06450)."""
+    """Normalize each row (the last axis) to mean 0 and variance 1, then * weight + bias (arXiv:1607.06450)."""
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True) -> None:
         self.eps = eps
@@ -75,7 +77,7 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """Every row (the last axis) to a mean square of 1, then times `weight` (arXiv:1910.07467)."""
+    """Normalize each row (the last axis) to a mean square of 1, then * weight (arXiv:1910.07467)."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         self.eps = eps

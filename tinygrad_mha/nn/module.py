@@ -1,4 +1,4 @@
-"""Module: something with parameters, found by looking at its attributes."""
+"""Module: the base class of everything with parameters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from tinygrad_mha import modes
 from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.tensors import Tensor, mark_written
 
+__all__ = ["Module", "Scope", "walk"]
+
 F = TypeVar("F", covariant=True)
 
 
 class HasForward(Protocol[F]):
-    """Anything with a `forward` of type F, so that type checkers know how a module is called."""
+    """Anything with a `forward` of type F. Tells type checkers how a module is called."""
 
     @property
     def forward(self) -> F: ...
 
 
 class Scope(NamedTuple):
-    """The entry that a call of a module adds to the scope of the nodes made inside.
+    """What a call of a module adds to the scope of the nodes made inside it.
 
-    Everything but `module` outlives the module, so that a picture drawn later still has it.
+    Every field but `module` outlives the module, so a picture that is drawn later can use it.
     """
 
     name: str  # the module's name in its parent, "" at the top
@@ -42,9 +44,9 @@ class Scope(NamedTuple):
 class Module:
     """Parameters, and a `forward` that uses them.
 
-    Whatever an attribute holds is found: tensors, modules, and lists, tuples and dicts of them. A tensor that requires
-    grad is a parameter. Tensors that do not (frozen ones, tables) belong to the state, but are not trained. Names are
-    attribute paths, `h.0.attn.wq`; what is held twice has the first of its names.
+    Tensors and modules are found in the attributes, and in lists, tuples and dicts there. A tensor that requires a
+    gradient is a parameter; other tensors (frozen ones, tables) are part of the state but not trained. Names are
+    attribute paths such as `h.0.attn.wq`. A tensor that is held several times is tied, and has the first of its names.
 
     Example:
         >>> class Affine(Module):
@@ -61,24 +63,24 @@ class Module:
     """
 
     notation: ClassVar[str | None] = None
-    """How a formula writes the module: "dropout" gives dropout(x)."""
+    """How formulas write the module: "dropout" gives dropout(x)."""
     is_attention: ClassVar[bool] = False
-    """Whether the module computes attention, and is drawn so."""
+    """Whether the module computes attention. Pictures colour it accordingly."""
     detail: str = ""
-    """What a picture adds to the name of the class: "4 heads"."""
+    """What pictures add to the name of the class, such as "4 heads"."""
 
     training: bool = True
     _name: str = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes; calling the module calls this."""
+        """Compute the output. Subclasses define it; calling the module calls it."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward")
 
     if TYPE_CHECKING:
 
         @property
         def __call__(self: HasForward[F]) -> F:
-            """A module is called with the arguments of its `forward`, and returns what that returns."""
+            """Call `forward` with the same arguments, in the scope of this module."""
 
     else:
 
@@ -87,10 +89,10 @@ class Module:
                 return self.forward(*args, **kwargs)
 
     def scope(self) -> modes.scope:
-        """A context manager: nodes made inside belong to this module, as in a call of it."""
+        """A context manager: nodes made inside belong to this module, as they do in a call of it."""
         around = modes.STATE.get().scope
         if not self._name and around:
-            # Appended to a list after the list had become an attribute: ask the module that is calling.
+            # The module was appended to a list after the list was assigned: look for its name in the calling module.
             parent = around[-1].module() if isinstance(around[-1], Scope) else None
             found = [name for name, module in parent.named_modules() if module is self] if parent else []
             self._name = found[0] if found else ""
@@ -103,53 +105,53 @@ class Module:
             if isinstance(found, Module):
                 object.__setattr__(found, "_name", path)
 
-    # ------------------------------------------------------------------------------------------------ what is in here
+    # ------------------------------------------------------------------------------------------------------- contents
 
     def named_modules(self) -> list[tuple[str, Module]]:
-        """This module (named "") and all inside, each once, a parent before its children."""
+        """This module, named "", and all modules in it, each once, parents first."""
         return [(path, found) for path, found in walk(self) if isinstance(found, Module)]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The tensors to be trained, each once under the first of its names, in the order of their definition."""
+        """The tensors that require a gradient, each once, in the order of definition."""
         return [(name, tensor) for name, tensor in self._tensors().items() if tensor.requires_grad]
 
     def parameters(self) -> list[Tensor]:
-        """The tensors to be trained, each once."""
+        """The tensors that require a gradient, each once."""
         return [tensor for _, tensor in self.named_parameters()]
 
     def generators(self) -> dict[str, np.random.Generator]:
-        """The random generators of dropout and the like, each once: their states belong into a checkpoint."""
+        """The random generators (of dropout), each once. A checkpoint of a training run includes their states."""
         return first_names((path, found) for path, found in walk(self) if isinstance(found, np.random.Generator))
 
     def count(self) -> int:
-        """How many numbers are trained; a tied tensor counts once."""
+        """The number of trained elements; a tied tensor counts once."""
         return sum(tensor.size for tensor in self.parameters())
 
     def _tensors(self) -> dict[str, Tensor]:
         return first_names(self._named_tensors())
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every place where a leaf tensor is held, so a tied one comes several times. Results are no state."""
+        """Every leaf tensor under each of its names. Results of operations are not part of the state."""
         return ((path, found) for path, found in walk(self) if isinstance(found, Tensor) and found.node is None)
 
-    # ------------------------------------------------------------------------------------------------------ its state
+    # ---------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """A copy of every tensor, by name."""
         return {name: tensor.numpy().copy() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Copy arrays into the tensors of the same names, in the dtype that each tensor has.
+        """Copy arrays into the tensors of the same names. Tensors keep their dtype.
 
-        A tied tensor may be given under any of its names; under several, they must be equal. Nothing is changed when
-        something is wrong.
+        A tied tensor may be given under any of its names; arrays given under several must be equal. If an error is
+        raised, nothing has been changed.
 
         Returns:
-            The names that were missing and those that were unexpected (both empty when `strict`).
+            The missing names and the unexpected names (both empty if `strict`).
 
         Raises:
-            ValueError: names that are missing or unexpected (when `strict`), wrong shapes or kinds of numbers, or tied
-                tensors given twice and differently: all of them, in one message.
+            ValueError: missing or unexpected names (if `strict`), shapes or dtypes that do not fit, or different
+                arrays for one tied tensor. One message lists all of them.
         """
         tensors = self._tensors()
         first = {id(tensor): name for name, tensor in tensors.items()}
@@ -163,7 +165,7 @@ class Module:
             array = np.asarray(state[name])
             if owner not in chosen:
                 chosen[owner] = array
-                wrong += mismatch(name, array, tensors[owner])
+                wrong += find_misfit(name, array, tensors[owner])
             elif not np.array_equal(array, chosen[owner], equal_nan=True):
                 wrong.append(f"{name} is tied to {owner}, but differs from it")
         missing = [name for name in tensors if name not in chosen]
@@ -176,15 +178,15 @@ class Module:
         return missing, unexpected
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state as one safetensors file: whole, or not at all."""
+        """Write the state to one safetensors file, atomically."""
         save_arrays(path, {name: tensor.numpy() for name, tensor in self._tensors().items()})
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            CheckpointError: a damaged file, or one of another module; it names the file and all that is wrong, and
-                nothing has been changed.
+            CheckpointError: the file is damaged or does not fit this module. The message names the file and lists
+                every misfit; nothing has been changed.
         """
         arrays = load_arrays(path)
         try:
@@ -192,21 +194,21 @@ class Module:
         except ValueError as error:
             raise CheckpointError(f"{os.fspath(path)}: {error}") from error
 
-    # -------------------------------------------------------------------------------------------------------- changes
+    # ----------------------------------------------------------------------------------------------- modes and dtypes
 
     def train(self, mode: bool = True) -> Self:
-        """Dropout on, here and in everything inside."""
+        """Set train mode (or, with `mode=False`, eval mode) for this module and all modules in it."""
         for _, module in self.named_modules():
             module.training = mode
         return self
 
     def eval(self) -> Self:
-        """Dropout off, here and in everything inside."""
+        """Set eval mode, in which dropout is off, for this module and all modules in it."""
         return self.train(False)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[Self]:
-        """Eval mode inside of `with model.evaluating():`; afterwards each module has the mode that it had before."""
+        """A context manager: eval mode inside; afterwards each module has its previous mode again."""
         before = [(module, module.training) for _, module in self.named_modules()]
         self.eval()
         try:
@@ -216,27 +218,27 @@ class Module:
                 module.training = training
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+        """Reset the gradients of all parameters to None."""
         for parameter in self.parameters():
             parameter.zero_grad()
 
     def astype(self, dtype: Any) -> Self:
-        """Hold every floating tensor in another dtype. They stay the same objects; their gradients are forgotten.
+        """Convert every floating tensor in place to another floating dtype. Gradients are reset to None.
 
-        Do it before an optimizer is made, which keeps state in the dtype that it met.
+        Convert before an optimizer is made: its state keeps the dtype of the parameters at that time.
         """
         if np.dtype(dtype).kind != "f":
-            raise TypeError(f"a module is converted to a floating dtype, got {np.dtype(dtype)}")
+            raise TypeError(f"expected a floating dtype, got {np.dtype(dtype)}")
         for tensor in self._tensors().values():
             if tensor.dtype.kind == "f" and tensor.dtype != dtype:
-                # The one place where a leaf changes its dtype: ties and optimizers hold the object, so it must stay.
+                # The only place where a leaf changes its dtype. It stays the same object, for ties and optimizers.
                 tensor._data = tensor._data.astype(dtype)
                 tensor.grad = None
                 mark_written(tensor)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy in which what was tied is tied. Every module has its copy before any is filled: no deep recursion."""
+        """A copy with the same ties. All modules are created before any is filled, so nesting needs no recursion."""
         pairs = [(module, object.__new__(type(module))) for _, module in self.named_modules()]
         for module, twin in pairs:
             memo[id(module)] = twin
@@ -259,10 +261,10 @@ class Module:
 
 
 def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tuple[str, Any]]:
-    """Every module, tensor and generator that `root` holds, with its path, in the order of definition.
+    """Every module, tensor and generator in `root` with its path, in the order of definition.
 
-    Tensors and generators come as often as they are held; modules and containers are entered once, so references back
-    to a parent do no harm. Iterative, so a nest may be as deep as it likes.
+    Tensors and generators are yielded as often as they are held. Modules and containers are entered once, so a
+    reference back to a parent is harmless. Iterative, so the depth of nesting is not limited.
     """
     entered: set[int] = set()
     stack = [(path, root)]
@@ -285,7 +287,7 @@ def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tupl
 
 
 def first_names(pairs: Any) -> dict[str, Any]:
-    """{name: object} with every object once, under the first of its names."""
+    """{name: object} with each object once, under the first of its names."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, thing in pairs:
@@ -298,11 +300,11 @@ def first_names(pairs: Any) -> dict[str, Any]:
     return found
 
 
-def mismatch(name: str, array: np.ndarray, tensor: Tensor) -> list[str]:
-    """Why `array` cannot become the value of `tensor`: one sentence, or none."""
+def find_misfit(name: str, array: np.ndarray, tensor: Tensor) -> list[str]:
+    """Why `array` cannot be copied into `tensor`: a list of one sentence, or an empty one."""
     if array.shape != tensor.shape:
-        turned = " (transposed? weights are stored (in, out))" if array.shape == tensor.shape[::-1] else ""
-        return [f"{name} has shape {array.shape}, expected {tensor.shape}{turned}"]
+        hint = " (transposed? weights are stored (in, out))" if array.shape == tensor.shape[::-1] else ""
+        return [f"{name} has shape {array.shape}, expected {tensor.shape}{hint}"]
     if array.dtype.kind not in "fiub" or not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
         return [f"{name} has dtype {array.dtype}, which does not fit into {tensor.dtype}"]
     return []
