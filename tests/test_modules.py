@@ -124,6 +124,17 @@ def test_train_and_eval_reach_every_module_inside():
     assert all(module.training for _, module in nest.named_modules())
 
 
+def test_evaluating_can_be_entered_again_and_restores_the_mode_of_each_entry():
+    nest = nn.FeedForward(2, 3)
+    eval_mode = nest.evaluating()
+    for training in (True, False, True):
+        nest.train(training)
+        with eval_mode as inside, eval_mode:
+            assert inside is nest
+            assert not any(module.training for _, module in nest.named_modules())
+        assert all(module.training is training for _, module in nest.named_modules())
+
+
 def test_evaluating_restores_the_mode_of_each_module_also_after_an_error():
     nest = Nest()
     modes = [i % 3 != 1 for i, _ in enumerate(nest.named_modules())]

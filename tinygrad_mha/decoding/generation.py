@@ -243,9 +243,9 @@ class Request:
 
     def stream(self, single: bool) -> Iterator[Any]:
         """What `stream` yields. The caller's modes hold between two steps."""
-        steps = self.steps()
+        steps, eval_mode = self.steps(), self.model.evaluating()
         while True:
-            with self.model.evaluating(), no_grad():
+            with eval_mode, no_grad():
                 step = next(steps, None)
             if step is None:
                 return

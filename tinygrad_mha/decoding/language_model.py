@@ -40,7 +40,7 @@ class LanguageModel(Protocol):
         """
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """Eval mode inside the context, see `tg.nn.Module.evaluating`."""
+        """A context manager for eval mode, which may be entered repeatedly; see `tg.nn.Module.evaluating`."""
 
 
 def make_cache(model: LanguageModel) -> Cache | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -206,16 +205,12 @@ class Module:
         """Set eval mode, in which dropout is off, for this module and all modules in it."""
         return self.train(False)
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[Self]:
-        """A context manager: eval mode inside; afterwards each module has its previous mode again."""
-        before = [(module, module.training) for _, module in self.named_modules()]
-        self.eval()
-        try:
-            yield self
-        finally:
-            for module, training in before:
-                module.training = training
+    def evaluating(self) -> EvalMode[Self]:
+        """A context manager: eval mode inside; afterwards each module has its previous mode again.
+
+        The modules are collected once, at the call; the result may be entered repeatedly, as in a loop.
+        """
+        return EvalMode(self)
 
     def zero_grad(self) -> None:
         """Reset the gradients of all parameters to None."""
@@ -258,6 +253,30 @@ class Module:
         lines = [f"  {name:{widths[0]}}  {shape:{widths[1]}}  {note}" for name, shape, note in rows]
         n = self.count()
         return "\n".join([f"{type(self).__name__}: {n:,} parameter{'' if n == 1 else 's'}", *lines])
+
+
+M = TypeVar("M", bound=Module)
+
+
+class EvalMode(Generic[M]):
+    """The context manager that `Module.evaluating` returns."""
+
+    def __init__(self, module: M) -> None:
+        self._module = module
+        self._modules = [found for _, found in module.named_modules()]
+        self._before: list[list[bool]] = []
+
+    def __enter__(self) -> M:
+        self._before.append([module.training for module in self._modules])
+        self._set([False] * len(self._modules))
+        return self._module
+
+    def __exit__(self, *exception: object) -> None:
+        self._set(self._before.pop())
+
+    def _set(self, modes: list[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            object.__setattr__(module, "training", training)  # faster: a bool contains no modules
 
 
 def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tuple[str, Any]]:
