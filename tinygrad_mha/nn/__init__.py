@@ -2,10 +2,11 @@
 
 from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.gpt import GPT, Block, CausalSelfAttention, GPTConfig, GPTTrace
+from tinygrad_mha.nn.heads import AttentionTrace
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.masks import causal
 from tinygrad_mha.nn.module import Module, Scope
-from tinygrad_mha.nn.multihead import AttentionTrace, Memory, MultiHeadAttention, attention
+from tinygrad_mha.nn.multihead import Memory, MultiHeadAttention, attention
 from tinygrad_mha.nn.positions import Alibi, Learned, Position, Relative, Rotary, Sinusoidal, sinusoidal
 from tinygrad_mha.nn.transformer import Transformer, TransformerTrace
 from tinygrad_mha.nn.translators import Translator

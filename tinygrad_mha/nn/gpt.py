@@ -18,10 +18,7 @@ from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_prob
 from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.nn.cache import KVCache
-from tinygrad_mha.nn.init import normal
-from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
-from tinygrad_mha.nn.module import Module
-from tinygrad_mha.nn.multihead import (
+from tinygrad_mha.nn.heads import (
     AttentionTrace,
     Edit,
     Heads,
@@ -31,6 +28,9 @@ from tinygrad_mha.nn.multihead import (
     describe_heads,
     split_heads,
 )
+from tinygrad_mha.nn.init import normal
+from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
+from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position, as_position
 from tinygrad_mha.tensors import Tensor
 

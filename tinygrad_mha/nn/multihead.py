@@ -1,81 +1,36 @@
 """Attention as a function, and multi-head attention with every width free.
 
-`Heads` is the part between the projections: heads, positions, cache, masks, attention. `MultiHeadAttention` adds a
-matrix for each of Q, K, V and the output; a GPT's attention (nn/gpt.py) packs them differently around the same part.
-
 Axes: B batch, H heads, T_q queries, T_k keys, d_k width of queries and keys, d_v width of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 
-from tinygrad_mha import modes, ops
+from tinygrad_mha import ops
 from tinygrad_mha.arguments import check_count, check_probability, check_width
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
+from tinygrad_mha.nn.heads import (
+    AttentionTrace,
+    Edit,
+    Heads,
+    Masks,
+    Projection,
+    Steps,
+    check_rows,
+    describe_heads,
+    split_heads,
+)
 from tinygrad_mha.nn.init import Seed, constant, normal
 from tinygrad_mha.nn.layers import Dropout
-from tinygrad_mha.nn.masks import Axes, combine_masks, pad_bias, select_head
+from tinygrad_mha.nn.masks import combine_masks, pad_bias
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position, as_position
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
-__all__ = ["AttentionTrace", "Edit", "Heads", "Memory", "MultiHeadAttention", "Projection", "Steps", "attention"]
-
-Edit = Callable[[str, Tensor], Tensor]
-
-# The names of the steps in the paper's notation, which pictures show.
-NAMES = {"q": "Q", "k": "K", "v": "V", "scores": "scores", "masked": "masked", "weights": "S", "heads": "H"}
-NAMES["concat"] = "Concat"
-
-
-class AttentionTrace(NamedTuple):
-    """The steps of an attention, as tensors whose `.grad` can be read after `backward`."""
-
-    q: Tensor  # (..., T_q, d_k)
-    k: Tensor  # (..., T_k, d_k)
-    v: Tensor  # (..., T_k, d_v)
-    scores: Tensor  # (..., T_q, T_k): q k^T, scaled
-    masked: Tensor  # the scores with bias, and -inf where a query may not attend: the input of the softmax
-    weights: Tensor  # the softmax: every row sums to 1, or is 0 where no key may be attended to
-    heads: Tensor  # (..., T_q, d_v)
-    concat: Tensor | None = None  # (..., T_q, H d_v): the heads side by side; None for the function `attention`
-
-
-class Steps:
-    """An observer of attention's steps: names each as in the paper, lets `edit` replace it, and keeps it."""
-
-    def __init__(self, edit: Edit | None = None, suffix: str = "") -> None:
-        self._edit = edit
-        self._suffix = suffix
-        self._seen: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.name is None:
-            tensor.name = NAMES[name] + self._suffix
-        self._seen[name] = tensor if self._edit is None else apply_edit(self._edit, name, tensor)
-        return self._seen[name]
-
-    def trace(self) -> AttentionTrace:
-        return AttentionTrace(**self._seen)
-
-
-def apply_edit(edit: Edit, name: str, tensor: Tensor) -> Tensor:
-    """What `edit` returns for this step, in the dtype of the step; another shape is an error."""
-    new = edit(name, tensor)
-    if new is None:
-        raise TypeError(f"edit({name!r}, ...) returned None: return the tensor itself to keep it")
-    new = as_tensor(new)
-    if new.shape != tensor.shape:
-        raise ValueError(f"edit({name!r}, ...) must return the shape {tensor.shape}, got {new.shape}")
-    return new.astype(tensor.dtype)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The function
+__all__ = ["AttentionOptions", "FunctionOptions", "Memory", "MultiHeadAttention", "attention"]
 
 
 class FunctionOptions(TypedDict, total=False):
@@ -164,203 +119,12 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"the axes in front of (T, d) must agree; {shapes}") from None
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Heads
-
-
-def split_heads(x: Tensor, n: int) -> Tensor:
-    """(..., T, n d) -> (..., n, T, d): head i is columns i d to (i + 1) d."""
-    return swap_rows_and_heads(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
-
-
-def join_heads(x: Tensor) -> Tensor:
-    """(..., H, T, d) -> (..., T, H d)."""
-    x = swap_rows_and_heads(x)
-    return ops.reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
-
-
-def swap_rows_and_heads(x: Tensor) -> Tensor:
-    """(..., T, H, d) -> (..., H, T, d), and back."""
-    *front, i, j, k = range(x.ndim)
-    return ops.transpose(x, axes=(*front, j, i, k))
-
-
-def repeat_heads(x: Any, times: int) -> Any:
-    """(..., H, T, d) -> (..., H times, T, d): each head `times` times in a row, for the queries that share it."""
-    if times == 1:
-        return x
-    *front, heads, rows, width = x.shape
-    x = ops.reshape(x, shape=(*front, heads, 1, rows, width))
-    x = ops.broadcast_to(x, shape=(*front, heads, times, rows, width))
-    return ops.reshape(x, shape=(*front, heads * times, rows, width))
-
-
-class Projection(NamedTuple):
-    """The columns of a parameter that make "Q", "K" or "V": from `start` on, `width` for each head."""
-
-    name: str
-    weight: Tensor
-    bias: Tensor | None
-    width: int
-    start: int = 0
-
-    def of_head(self, i: int) -> tuple[Tensor, Tensor | None]:
-        """The matrix and bias of head `i`, named W_Q1 and b_Q1."""
-        columns = slice(self.start + i * self.width, self.start + (i + 1) * self.width)
-        bias = None if self.bias is None else self.bias[columns].named(f"b_{self.name}{i + 1}")
-        return self.weight[:, columns].named(f"W_{self.name}{i + 1}"), bias
-
-
-class Masks(TypedDict, total=False):
-    """What says which keys a query may attend to, and what is added to the scores; see `attention`."""
-
-    allow: Any
-    key_allow: Any
-    bias: Any
-    causal: bool
-
-
 class AttentionOptions(Masks, total=False):
     """Keywords of a call of `MultiHeadAttention`, for type checkers."""
 
     cache: KVCache | CachedLayer | None
     positions: Any
     edit: Edit | None
-
-
-class Heads(Module):
-    """What multi-head attention does between its projections. It has no matrices.
-
-    Args:
-        n_head: the number of heads of queries.
-        n_kv_head: the number of heads of keys and values; n_head // n_kv_head heads of queries share each.
-        position: the positional scheme, one that acts in attention.
-        dropout: applied to the weights.
-        fused: whether the steps are one node (`ops.attention`) unless somebody observes them (`ops.attend`).
-    """
-
-    def __init__(self, n_head: int, n_kv_head: int, position: Position, dropout: Dropout, fused: bool) -> None:
-        if n_head % n_kv_head:
-            raise ValueError(f"n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}")
-        self.n_head, self.n_kv_head = n_head, n_kv_head
-        self.position = position
-        self.dropout = dropout
-        self.fused = fused
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: KVCache | CachedLayer | None = None,
-        positions: Any = None,
-        edit: Edit | None = None,
-        **masks: Unpack[Masks],
-    ) -> Tensor:
-        """q (..., H, T_q, d_k), k (..., H_kv, T, d_k), v (..., H_kv, T, d_v) -> the heads' results side by side.
-
-        The keys are those in the cache followed by k. Arguments as in `MultiHeadAttention`.
-
-        Returns:
-            (..., T_q, H d_v).
-        """
-        cache = check_cache(cache)
-        start = 0 if cache is None else cache.length
-        n_q, n_k = q.shape[-2], start + k.shape[-2]
-        axes: Axes = (q.shape[0] if q.ndim == 4 else None, self.n_head, n_q, n_k)
-        allow, bias = self._masks(axes, q.dtype, **masks)
-        positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
-        q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
-        steps = edit if edit is None or isinstance(edit, Steps) else Steps(edit)
-        if steps is None and not self.fused:
-            steps = Steps()
-        if cache is not None:
-            k, v = cache.append(k, v, snapshot=steps is not None or modes.STATE.get().record)
-        keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
-        times = self.n_head // self.n_kv_head
-        if steps is None:
-            return join_heads(ops.attention(q, repeat_heads(k, times), repeat_heads(v, times), allow, bias, keep_mask))
-        q, k, v = steps("q", q), steps("k", k), steps("v", v)
-        k, v = repeat_heads(k, times), repeat_heads(v, times)
-        return steps("concat", join_heads(ops.attend(q, k, v, allow, bias, keep_mask, observe=steps)))
-
-    def attend_per_head(
-        self,
-        x: Tensor,
-        memory: Tensor,
-        projections: tuple[Projection, Projection, Projection],
-        positions: Any = None,
-        **masks: Unpack[Masks],
-    ) -> Tensor:
-        """The projections and `attend`, one head at a time, with every matrix named.
-
-        x (..., T_q, d_model), memory (..., T_k, d_memory) -> (..., T_q, H d_v).
-        """
-        n_q, n_k = x.shape[-2], memory.shape[-2]
-        axes: Axes = (x.shape[0] if x.ndim == 3 else None, self.n_head, n_q, n_k)
-        allow, bias = self._masks(axes, x.dtype, **masks)
-        positions = np.arange(n_q) if positions is None else np.asarray(positions)
-        keep_mask = self.dropout.sample_mask((*x.shape[:-2], self.n_head, n_q, n_k), x.dtype)
-
-        def project(part: Projection, i: int, rows: Tensor) -> Tensor:
-            weight, b = part.of_head(i)
-            y = rows @ weight if b is None else rows @ weight + b
-            return (y if part.name == "V" else self.position.rotate(y, positions)).named(f"{part.name}_{i + 1}")
-
-        q, k, v = projections
-        # Keys and values that several heads of queries share are computed before them, in none of their scopes.
-        shared = range(self.n_kv_head if self.n_kv_head < self.n_head else 0)
-        keys, values = ([project(part, i, memory) for i in shared] for part in (k, v))
-        heads = []
-        for i in range(self.n_head):
-            group = i * self.n_kv_head // self.n_head
-            with modes.scope(f"head {i + 1}"):
-                q_i = project(q, i, x)
-                k_i = keys[group] if keys else project(k, i, memory)
-                v_i = values[group] if values else project(v, i, memory)
-                of_head = [select_head(mask, i) for mask in (allow, bias, keep_mask)]
-                heads.append(ops.attend(q_i, k_i, v_i, *of_head, observe=Steps(suffix=f"_{i + 1}")))
-        return ops.concat(heads, axis=-1).named("Concat")
-
-    def _masks(
-        self,
-        axes: Axes,
-        dtype: np.dtype[Any],
-        allow: Any = None,
-        key_allow: Any = None,
-        bias: Any = None,
-        causal: bool = False,
-    ) -> tuple[Any, Any]:
-        """All masks as one boolean array and all biases as one Tensor or array, or None for either."""
-        by_position = self.position.bias(self.n_head, *axes[2:], dtype)
-        if bias is None:
-            bias = by_position
-        else:
-            bias = pad_bias(bias, axes).astype(dtype)
-            bias = bias if by_position is None else by_position + bias
-        return combine_masks(allow, key_allow, causal, axes), bias
-
-
-def check_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | None:
-    """The part of the cache for one layer."""
-    if not isinstance(cache, KVCache):
-        return cache
-    if cache.n_layer != 1:
-        raise ValueError(f"this cache is for {cache.n_layer} layers: pass each layer its own part, cache[i]")
-    return cache[0]
-
-
-def check_rows(x: Any, width: int, positions: Any) -> Tensor:
-    """The input of an attention as a Tensor (T_q, d_model) or (B, T_q, d_model), with `positions` that fit it."""
-    x = as_tensor(x)
-    if x.ndim not in (2, 3):
-        raise ValueError(f"x must be (T_q, d_model) or (B, T_q, d_model), got shape {x.shape}")
-    check_width(x, width, "attention, x with d_model columns,")
-    if positions is not None:
-        shape = np.shape(positions)
-        if shape not in ((x.shape[-2],), x.shape[:-1]) or np.asarray(positions).dtype.kind not in "iu":
-            raise ValueError(f"positions must be integers of shape (T_q,) or (B, T_q), got shape {shape}")
-    return x
 
 
 class Memory(NamedTuple):
@@ -551,7 +315,3 @@ class MultiHeadAttention(Module):
             raise ValueError(f"memory must have the batch axis of x, got memory {memory.shape} and x {x.shape}")
         check_width(memory, self.d_memory, "MultiHeadAttention, memory with d_memory columns,")
         return memory
-
-
-def describe_heads(n_head: int) -> str:
-    return f"{n_head} head{'s' if n_head > 1 else ''}"

@@ -14,10 +14,11 @@ from numpy.random import Generator
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import check_count
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
+from tinygrad_mha.nn.heads import AttentionTrace, Steps
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import Dropout, Embedding, FeedForward, LayerNorm
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.nn.multihead import AttentionTrace, Memory, MultiHeadAttention, Steps
+from tinygrad_mha.nn.multihead import Memory, MultiHeadAttention
 from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.nn.translators import Translator
 from tinygrad_mha.tensors import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.nn.gpt import GPTTrace
-from tinygrad_mha.nn.multihead import AttentionTrace
+from tinygrad_mha.nn.heads import AttentionTrace
 from tinygrad_mha.tensors import plain
 from tinygrad_mha.viz.diagram.heat import ABSENT, write_value
 from tinygrad_mha.viz.plots.figures import Plot, add_scale, finish_plot, make_colormap, new_plot, show_token, text_color

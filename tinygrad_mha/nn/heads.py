@@ -1,0 +1,272 @@
+"""Heads: multi-head attention between its projections, which differ from model to model.
+
+`Heads` applies positions, cache, masks and dropout, and computes `ops.attention` for all heads at once, or `ops.attend`
+step by step where the steps are wanted. `MultiHeadAttention` and the attention of a GPT put projections around it.
+
+Axes: B batch, H heads, T_q queries, T_k keys, d_k width of queries and keys, d_v width of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+import numpy as np
+
+from tinygrad_mha import modes, ops
+from tinygrad_mha.arguments import check_width
+from tinygrad_mha.nn.cache import CachedLayer, KVCache
+from tinygrad_mha.nn.layers import Dropout
+from tinygrad_mha.nn.masks import Axes, combine_masks, pad_bias, select_head
+from tinygrad_mha.nn.module import Module
+from tinygrad_mha.nn.positions import Position
+from tinygrad_mha.tensors import Tensor, as_tensor
+
+__all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "describe_heads"]
+__all__ += ["split_heads"]
+
+Edit = Callable[[str, Tensor], Tensor]
+
+# The names of the steps in the paper's notation. Traced tensors and pictures have them.
+NAMES = {"q": "Q", "k": "K", "v": "V", "scores": "scores", "masked": "masked", "weights": "S", "heads": "H"}
+NAMES["concat"] = "Concat"
+
+
+class AttentionTrace(NamedTuple):
+    """The steps of an attention, as tensors whose `.grad` can be read after `backward`."""
+
+    q: Tensor  # (..., T_q, d_k)
+    k: Tensor  # (..., T_k, d_k)
+    v: Tensor  # (..., T_k, d_v)
+    scores: Tensor  # (..., T_q, T_k): q k^T, scaled
+    masked: Tensor  # the scores with bias, and -inf where a query may not attend: the input of the softmax
+    weights: Tensor  # the softmax: every row sums to 1, or is 0 where no key may be attended to
+    heads: Tensor  # (..., T_q, d_v)
+    concat: Tensor | None = None  # (..., T_q, H d_v): the heads side by side; None for the function `attention`
+
+
+class Steps:
+    """An observer of the steps of attention: names each tensor, lets `edit` replace it, and keeps it for a trace."""
+
+    def __init__(self, edit: Edit | None = None, suffix: str = "") -> None:
+        self._edit = edit
+        self._suffix = suffix
+        self._seen: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.name is None:
+            tensor.name = NAMES[name] + self._suffix
+        self._seen[name] = tensor if self._edit is None else apply_edit(self._edit, name, tensor)
+        return self._seen[name]
+
+    def trace(self) -> AttentionTrace:
+        """The steps of the last call."""
+        return AttentionTrace(**self._seen)
+
+
+def apply_edit(edit: Edit, name: str, tensor: Tensor) -> Tensor:
+    """Return edit(name, tensor) in the dtype of the tensor, or raise if that has another shape."""
+    new = edit(name, tensor)
+    if new is None:
+        raise TypeError(f"edit({name!r}, ...) returned None: return the tensor itself to keep it")
+    new = as_tensor(new)
+    if new.shape != tensor.shape:
+        raise ValueError(f"edit({name!r}, ...) must return the shape {tensor.shape}, got {new.shape}")
+    return new.astype(tensor.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The layout of heads
+
+
+def split_heads(x: Tensor, n: int) -> Tensor:
+    """(..., T, n d) -> (..., n, T, d): head i is columns i d to (i + 1) d."""
+    return swap_rows_and_heads(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(..., H, T, d) -> (..., T, H d)."""
+    x = swap_rows_and_heads(x)
+    return ops.reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+
+
+def swap_rows_and_heads(x: Tensor) -> Tensor:
+    """(..., T, H, d) -> (..., H, T, d), and back."""
+    *front, i, j, k = range(x.ndim)
+    return ops.transpose(x, axes=(*front, j, i, k))
+
+
+def repeat_heads(x: Any, times: int) -> Any:
+    """(..., H, T, d) -> (..., H times, T, d): each head `times` times in a row, for the queries that share it."""
+    if times == 1:
+        return x
+    *front, heads, rows, width = x.shape
+    x = ops.reshape(x, shape=(*front, heads, 1, rows, width))
+    x = ops.broadcast_to(x, shape=(*front, heads, times, rows, width))
+    return ops.reshape(x, shape=(*front, heads * times, rows, width))
+
+
+class Projection(NamedTuple):
+    """The columns of a parameter that make "Q", "K" or "V": from `start` on, `width` for each head."""
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    width: int
+    start: int = 0
+
+    def of_head(self, i: int) -> tuple[Tensor, Tensor | None]:
+        """The matrix and bias of head `i`, named W_Q1 and b_Q1."""
+        columns = slice(self.start + i * self.width, self.start + (i + 1) * self.width)
+        bias = None if self.bias is None else self.bias[columns].named(f"b_{self.name}{i + 1}")
+        return self.weight[:, columns].named(f"W_{self.name}{i + 1}"), bias
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Heads
+
+
+class Masks(TypedDict, total=False):
+    """The keywords that mask or shift the scores; see `attention`."""
+
+    allow: Any
+    key_allow: Any
+    bias: Any
+    causal: bool
+
+
+class Heads(Module):
+    """Multi-head attention between its projections. It has no matrices.
+
+    Args:
+        n_head: the number of heads of queries.
+        n_kv_head: the number of heads of keys and values; n_head // n_kv_head heads of queries share each.
+        position: the positional scheme, one that acts in attention.
+        dropout: applied to the weights.
+        fused: whether attention is one node (`ops.attention`) in calls without `edit`, else one node per step
+            (`ops.attend`).
+    """
+
+    def __init__(self, n_head: int, n_kv_head: int, position: Position, dropout: Dropout, fused: bool) -> None:
+        if n_head % n_kv_head:
+            raise ValueError(f"n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}")
+        self.n_head, self.n_kv_head = n_head, n_kv_head
+        self.position = position
+        self.dropout = dropout
+        self.fused = fused
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache | CachedLayer | None = None,
+        positions: Any = None,
+        edit: Edit | None = None,
+        **masks: Unpack[Masks],
+    ) -> Tensor:
+        """q (..., H, T_q, d_k), k (..., H_kv, T, d_k), v (..., H_kv, T, d_v) -> (..., T_q, H d_v).
+
+        Queries attend to the keys in the cache, followed by k. Arguments as in `MultiHeadAttention`.
+        """
+        cache = check_cache(cache)
+        start = 0 if cache is None else cache.length
+        n_q, n_k = q.shape[-2], start + k.shape[-2]
+        axes: Axes = (q.shape[0] if q.ndim == 4 else None, self.n_head, n_q, n_k)
+        allow, bias = self._masks(axes, q.dtype, **masks)
+        positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
+        q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
+        is_observed = edit is not None or not self.fused
+        if cache is not None:
+            k, v = cache.append(k, v, snapshot=is_observed or modes.STATE.get().record)
+        keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
+        times = self.n_head // self.n_kv_head
+        if not is_observed:
+            return join_heads(ops.attention(q, repeat_heads(k, times), repeat_heads(v, times), allow, bias, keep_mask))
+        steps = edit if isinstance(edit, Steps) else Steps(edit)
+        q, k, v = steps("q", q), steps("k", k), steps("v", v)
+        k, v = repeat_heads(k, times), repeat_heads(v, times)
+        return steps("concat", join_heads(ops.attend(q, k, v, allow, bias, keep_mask, observe=steps)))
+
+    def attend_per_head(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        projections: tuple[Projection, Projection, Projection],
+        positions: Any = None,
+        **masks: Unpack[Masks],
+    ) -> Tensor:
+        """x (..., T_q, d_model), memory (..., T_k, d_memory) -> (..., T_q, H d_v), one head at a time.
+
+        The projections of "Q", "K" and "V" are applied head by head too, and every matrix has its name.
+        """
+        n_q, n_k = x.shape[-2], memory.shape[-2]
+        axes: Axes = (x.shape[0] if x.ndim == 3 else None, self.n_head, n_q, n_k)
+        allow, bias = self._masks(axes, x.dtype, **masks)
+        positions = np.arange(n_q) if positions is None else np.asarray(positions)
+        keep_mask = self.dropout.sample_mask((*x.shape[:-2], self.n_head, n_q, n_k), x.dtype)
+
+        def project(projection: Projection, i: int, rows: Tensor) -> Tensor:
+            weight, b = projection.of_head(i)
+            y = rows @ weight if b is None else rows @ weight + b
+            y = y if projection.name == "V" else self.position.rotate(y, positions)
+            return y.named(f"{projection.name}_{i + 1}")
+
+        q, k, v = projections
+        # Keys and values that several heads share are computed before these heads, outside of their scopes.
+        shared = range(self.n_kv_head if self.n_kv_head < self.n_head else 0)
+        keys, values = ([project(projection, i, memory) for i in shared] for projection in (k, v))
+        heads = []
+        for i in range(self.n_head):
+            group = i * self.n_kv_head // self.n_head
+            with modes.scope(f"head {i + 1}"):
+                q_i = project(q, i, x)
+                k_i = keys[group] if keys else project(k, i, memory)
+                v_i = values[group] if values else project(v, i, memory)
+                of_head = [select_head(mask, i) for mask in (allow, bias, keep_mask)]
+                heads.append(ops.attend(q_i, k_i, v_i, *of_head, observe=Steps(suffix=f"_{i + 1}")))
+        return ops.concat(heads, axis=-1).named("Concat")
+
+    def _masks(
+        self,
+        axes: Axes,
+        dtype: np.dtype[Any],
+        allow: Any = None,
+        key_allow: Any = None,
+        bias: Any = None,
+        causal: bool = False,
+    ) -> tuple[Any, Any]:
+        """All masks as one boolean array and all biases as one Tensor or array, or None for either."""
+        by_position = self.position.bias(self.n_head, *axes[2:], dtype)
+        if bias is None:
+            bias = by_position
+        else:
+            bias = pad_bias(bias, axes).astype(dtype)
+            bias = bias if by_position is None else by_position + bias
+        return combine_masks(allow, key_allow, causal, axes), bias
+
+
+def check_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | None:
+    """Return the cache of one layer, or None."""
+    if not isinstance(cache, KVCache):
+        return cache
+    if cache.n_layer != 1:
+        raise ValueError(f"this cache is for {cache.n_layer} layers: pass each layer its own part, cache[i]")
+    return cache[0]
+
+
+def check_rows(x: Any, width: int, positions: Any) -> Tensor:
+    """Return x as a Tensor (T_q, d_model) or (B, T_q, d_model), after checking its width and `positions`."""
+    x = as_tensor(x)
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x must be (T_q, d_model) or (B, T_q, d_model), got shape {x.shape}")
+    check_width(x, width, "attention, x with d_model columns,")
+    if positions is not None:
+        shape = np.shape(positions)
+        if shape not in ((x.shape[-2],), x.shape[:-1]) or np.asarray(positions).dtype.kind not in "iu":
+            raise ValueError(f"positions must be integers of shape (T_q,) or (B, T_q), got shape {shape}")
+    return x
+
+
+def describe_heads(n_head: int) -> str:
+    return f"{n_head} head{'s' if n_head > 1 else ''}"
