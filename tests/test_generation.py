@@ -628,23 +628,33 @@ def test_a_stream_of_several_texts_yields_one_piece_for_each():
 # ----------------------------------------------------------------------------------------------------------------- beam
 
 
-def every_text(n, vocab_size, stop):
-    """All texts that end with their first `stop`, or have n tokens without one before the last."""
+def every_text(n, vocab_size, ends):
+    """All texts of up to n tokens: those that have ended (for the first time), and those of n tokens."""
     for length in range(1, n + 1):
         for text in itertools.product(range(vocab_size), repeat=length):
-            if stop not in text[:-1] and (length == n or text[-1] == stop):
+            if not any(ends(text[:k]) for k in range(1, length)) and (length == n or ends(text)):
                 yield text
+
+
+STOPS = {
+    "an id": (0, lambda text: text[-1] == 0),
+    "a string": ("ba", lambda text: text[-2:] == (1, 0)),
+    "both": (["ba", 2], lambda text: text[-2:] == (1, 0) or text[-1] == 2),
+    "none": (None, lambda text: False),
+}
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("length_penalty", [0.0, 0.9])
+@pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_beam_as_wide_as_the_number_of_texts_finds_the_best_of_all(seed, length_penalty, use_cache):
+def test_a_beam_as_wide_as_the_number_of_texts_finds_the_best_of_all(seed, stop, length_penalty, use_cache):
     rng = np.random.default_rng(seed)
     model = tg.nn.GPT(tg.nn.GPTConfig(3, 7, 2, 2, 10, tie_weights=False), seed=seed).astype(np.float64)
     for parameter in model.parameters():
         parameter.assign_(rng.standard_normal(parameter.shape))
     prompt = [1, 2]
+    stops, ends = STOPS[stop]
 
     def log_probabilities(text):
         with tg.no_grad():
@@ -654,9 +664,9 @@ def test_a_beam_as_wide_as_the_number_of_texts_finds_the_best_of_all(seed, lengt
     def score(text):
         return log_probabilities(text).sum() / ((5 + len(text)) / 6) ** length_penalty
 
-    best = max(every_text(4, 3, stop=0), key=score)
+    best = max(every_text(4, 3, ends), key=score)
     options = {"beam": 3**4, "length_penalty": length_penalty, "use_cache": use_cache, "logprobs": True}
-    ids, logs = generate(model, prompt, 4, stop=0, **options)
+    ids, logs = generate(model, prompt, 4, stop=stops, tokenizer=CharTokenizer("abc"), **options)
     np.testing.assert_array_equal(ids, [[*prompt, *best]])
     np.testing.assert_allclose(logs[0], log_probabilities(best), rtol=0, atol=1e-12)
 
