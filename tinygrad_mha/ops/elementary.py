@@ -1,15 +1,15 @@
 """The elementary primitives: arithmetic, functions, reductions, shape, indexing, products. Rules stand below each.
 
-A rule is `rule(g, y, inputs..., keywords...)`: the gradient `g` of the output `y`, times the local derivative. It is
-written with primitives and with what arrays and tensors share, so the same rule runs on arrays in a
-plain backward, and on tensors when the gradient must itself be differentiated. Comparisons give plain arrays in both
-cases. A rule may return the shape that its argument was broadcast to; the engine sums it back.
+A rule is `rule(g, y, inputs..., keywords...)`: the gradient `g` of the output `y`, times the local derivative. It uses
+only primitives and what arrays and Tensors have in common. So the same rule runs on arrays in a plain backward, and on
+Tensors if the gradient is to be differentiated again. Comparisons give plain arrays in both cases. A rule may return
+the shape that its argument was broadcast to; the engine sums it back.
 
-Where a derivative does not exist, the rule takes a finite value and says so (`relu`, `abs`, ties of `max`). Where it is
-infinite it is infinite, but a gradient that is exactly 0 stays 0 there (0 * inf = 0), so that the branch that a `where`
-did not select sends nothing back.
+Where a derivative does not exist, the rule takes a finite value, which the docstring states (`relu`, `abs`, ties of
+`max`). An infinite derivative is infinite, but times a gradient of exactly 0 it gives 0, so the branch that `where` did
+not select contributes nothing.
 
-Names follow NumPy, so several hide a builtin (`sum`, `max`, `min`, `abs`, `pow`) in this file.
+Names follow NumPy, so some hide a builtin (`sum`, `max`, `min`, `abs`, `pow`) in this file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ X = TypeVar("X", bound=Any)  # an array or a Tensor
 Axis = int | tuple[int, ...] | None
 
 # --------------------------------------------------------------------------------------------------------------------
-# Arithmetic. `x * 0.5` is scale(x, by=0.5): a constant is not a node.
+# Arithmetic. `x * 0.5` is recorded as scale(x, by=0.5), without an input for the constant.
 
 
 @primitive(kind="addition", formula=notation.infix("+", notation.SUM, associative=True))
@@ -92,7 +92,7 @@ neg.vjps(lambda g, y, x: -g)
 
 @primitive(kind="elementwise", formula=notation.write_scale)
 def scale(x, *, by) -> np.ndarray:
-    """x * by, for a number `by` that is part of the formula rather than of the data (1 / sqrt(d_k), say)."""
+    """x * by, for a number `by` that is part of the formula, such as 1 / sqrt(d_k)."""
     return x * by
 
 
@@ -101,26 +101,26 @@ scale.vjps(lambda g, y, x, by: g * by)
 
 @primitive(kind="elementwise", formula=notation.write_pow)
 def pow(a, b) -> Any:
-    """a ** b, real. x ** 0 is 1 with derivative 0, also at x = 0; so is the derivative by b at a = 0.
+    """a ** b, real. The derivative by a is 0 where b is 0, the derivative by b is 0 where a is 0.
 
-    A negative base has no derivative by its exponent: nan, with NumPy's warning.
+    The derivative by the exponent of a negative base is nan, with NumPy's warning.
     """
     return a**b
 
 
 def pow_vjp_base(g, y, a, b):
-    # The slope of a root at 0 is infinite, that of a negative base nan: so was its value, and the forward has warned.
+    # Infinite for a root at 0, nan for a negative base with a fractional exponent: there the forward has warned.
     with np.errstate(divide="ignore", invalid="ignore"):
         return times(g, b * a ** one_less(b))
 
 
 def pow_vjp_exponent(g, y, a, b):
-    one = np.ones((), y.dtype)  # so that a float32 base of a float64 power has a float64 logarithm
+    one = np.ones((), y.dtype)  # the logarithm in the dtype of the result
     return times(g * log(where(a == 0, one, a)), y)
 
 
 def one_less(b):
-    """b - 1; and 1 where b is 0, where the slope b * a ** (b - 1) must be 0 even at a = 0."""
+    """b - 1, and 1 where b is 0, so that b * a ** (b - 1) is 0 there even for a = 0."""
     return where(b == 0, 1, b - 1) if hasattr(b, "shape") else (b - 1 if b else 1)
 
 
@@ -128,13 +128,13 @@ pow.vjps(pow_vjp_base, pow_vjp_exponent)
 
 
 def times(g, slope):
-    """g * slope, and 0 where g is 0 and the slope is infinite or nan."""
+    """g * slope, but 0 where g is 0 and the slope is infinite or nan."""
     finite = (slope < INFINITY) & (slope > -INFINITY)
     return g * (slope if np.all(finite) else where((g == 0) & ~finite, 0.0, slope))
 
 
 def quotient(g, d):
-    """g / d, and 0 where g is 0 and d is 0 or nan. Other divisions by 0 are infinite, as the derivation says."""
+    """g / d, but 0 where g is 0 and d is 0 or nan. Other divisions by 0 are infinite."""
     usable = (d > 0) | (d < 0)
     if np.all(usable):
         return g / d
@@ -157,7 +157,7 @@ exp.vjps(lambda g, y, x: times(g, y))
 
 @primitive(kind="elementwise")
 def log(x) -> np.ndarray:
-    """The natural logarithm. log(0) is -inf and log of a negative number nan, both with NumPy's warning."""
+    """The natural logarithm: -inf at 0 and nan for negative numbers, both with NumPy's warning."""
     return np.log(x)
 
 
@@ -166,7 +166,7 @@ log.vjps(lambda g, y, x: quotient(g, x))
 
 @primitive(kind="elementwise", formula=notation.write_sqrt)
 def sqrt(x) -> np.ndarray:
-    """The square root. Its slope at 0 is infinite: see `norm` and `std` for a root of squares that may be 0."""
+    """The square root. Its derivative at 0 is infinite; `norm` and `std` take 0 there."""
     return np.sqrt(x)
 
 
@@ -175,17 +175,17 @@ sqrt.vjps(lambda g, y, x: quotient(g, 2.0 * y))
 
 @primitive(kind="elementwise")
 def erf(x) -> np.ndarray:
-    """The error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x; about 1e-15 in float64."""
+    """The error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x. Error in float64: about 1e-15."""
     return reference.erf(floating(x))
 
 
 def floating(x):
-    """`x` itself, or integers as floats: for functions whose values are no integers."""
+    """Convert integers to float64; floats are unchanged."""
     x = np.asarray(x)
     return x if x.dtype.kind == "f" else x.astype(np.float64)
 
 
-# Beyond 40 the slope is 0 in every dtype; the clip keeps the square from overflowing.
+# Beyond 40 the derivative is 0 in every dtype; the clip prevents an overflow of the square.
 erf.vjps(lambda g, y, x: g * (2.0 / math.sqrt(math.pi) * exp(-(clip(x, min=-40.0, max=40.0) ** 2))))
 
 
@@ -200,7 +200,7 @@ tanh.vjps(lambda g, y, x: g * (1.0 - y * y))
 
 @primitive(kind="activation")
 def sigmoid(x) -> np.ndarray:
-    """1 / (1 + exp(-x)), without overflow on either side."""
+    """1 / (1 + exp(-x)), without overflow for large |x|."""
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, e) / (1.0 + e)
 
@@ -228,7 +228,7 @@ abs.vjps(lambda g, y, x: where(x > 0, g, where(x < 0, -g, 0.0)))
 
 @primitive(kind="elementwise")
 def clip(x, *, min=None, max=None) -> np.ndarray:
-    """x, but at least `min` and at most `max` (numbers). The derivative at the limits themselves is 1."""
+    """x limited to the range from `min` to `max` (numbers). The derivative at the limits is 1."""
     return np.clip(x, min, max)
 
 
@@ -243,12 +243,12 @@ clip.vjps(clip_vjp)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Choosing
+# Selection
 
 
 @primitive(kind="choice", roles=("mask", "operand", "operand"))
 def where(condition, a, b) -> Any:
-    """a where the boolean `condition` holds, else b; the side not chosen receives exactly 0."""
+    """a where the boolean `condition` holds, else b. Elements that were not selected get a gradient of exactly 0."""
     return np.where(condition, a, b)
 
 
@@ -261,7 +261,7 @@ where.vjps(
 
 @primitive(kind="mask", roles=("operand", "mask"), formula=notation.write_mask)
 def mask(scores, allow) -> Any:
-    """`scores` where the boolean `allow` holds, -inf elsewhere: excluded exactly, however large the score was."""
+    """`scores` where the boolean `allow` holds, -inf elsewhere, so that a softmax gives exactly 0 there."""
     check_boolean(np.asarray(allow), "allow")  # comparing 0-d tensors gives a bool
     return np.where(allow, scores, -INFINITY)
 
@@ -271,48 +271,48 @@ mask.vjps(lambda g, y, scores, allow: where(allow, g, 0.0), None)
 
 @primitive(kind="elementwise")
 def maximum(a, b) -> Any:
-    """The larger of a and b, element by element. At a tie each side takes half of the gradient."""
+    """The larger of a and b, element-wise. At a tie each gets half of the gradient."""
     return np.maximum(a, b)
 
 
 maximum.vjps(
-    lambda g, y, a, b: g * share(a > b, a == b, g),
-    lambda g, y, a, b: g * share(b > a, a == b, g),
+    lambda g, y, a, b: g * split_ties(a > b, a == b, g),
+    lambda g, y, a, b: g * split_ties(b > a, a == b, g),
 )
 
 
 @primitive(kind="elementwise")
 def minimum(a, b) -> Any:
-    """The smaller of a and b, element by element. At a tie each side takes half of the gradient."""
+    """The smaller of a and b, element-wise. At a tie each gets half of the gradient."""
     return np.minimum(a, b)
 
 
 minimum.vjps(
-    lambda g, y, a, b: g * share(a < b, a == b, g),
-    lambda g, y, a, b: g * share(b < a, a == b, g),
+    lambda g, y, a, b: g * split_ties(a < b, a == b, g),
+    lambda g, y, a, b: g * split_ties(b < a, a == b, g),
 )
 
 
-def share(wins, ties, g):
-    """1 for a win, a half for a tie, 0 for a loss."""
+def split_ties(wins, ties, g):
+    """1 where an operand was selected, a half at a tie, else 0."""
     return np.where(ties, 0.5, wins).astype(g.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Reductions. `axis` is None, an integer or a tuple, negative ones count from the end, as in NumPy.
+# Reductions. `axis` is None, an integer or a tuple; negative axes count from the end, as in NumPy.
 
 
-def kept(x, axis):
-    """The shape of `x` with the reduced axes left at length 1."""
-    if axis is None or x.ndim == 0:  # NumPy lets a 0-d array be reduced over axis 0 and -1
+def keep_axes(x, axis):
+    """The shape of `x` with the reduced axes at length 1."""
+    if axis is None or x.ndim == 0:  # NumPy reduces a 0-d array over axis 0 and -1 too
         return (1,) * x.ndim
     axes = normalize_axis_tuple(axis, x.ndim)
     return tuple(1 if i in axes else n for i, n in enumerate(x.shape))
 
 
 def count(x, axis):
-    """How many elements of `x` one result of a reduction is made of."""
-    return math.prod(n for n, k in zip(x.shape, kept(x, axis), strict=True) if k == 1)
+    """The number of elements of `x` that are reduced to one."""
+    return math.prod(n for n, k in zip(x.shape, keep_axes(x, axis), strict=True) if k == 1)
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
@@ -321,7 +321,7 @@ def sum(x, *, axis=None, keepdims=False) -> np.ndarray:
     return np.sum(x, axis=axis, keepdims=keepdims)
 
 
-sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(kept(x, axis)), shape=x.shape))
+sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keep_axes(x, axis)), shape=x.shape))
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
@@ -330,19 +330,19 @@ def mean(x, *, axis=None, keepdims=False) -> np.ndarray:
     return np.mean(x, axis=axis, keepdims=keepdims)
 
 
-mean.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(kept(x, axis)) / count(x, axis), shape=x.shape))
+mean.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keep_axes(x, axis)) / count(x, axis), shape=x.shape))
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
 def var(x, *, axis=None, ddof=0, keepdims=False) -> np.ndarray:
-    """The variance over `axis`: the squared distance from the mean, summed and divided by n - ddof."""
+    """The variance over `axis`: the sum of squared distances from the mean, divided by n - ddof."""
     return np.var(x, axis=axis, ddof=ddof, keepdims=keepdims)
 
 
 def var_vjp(g, y, x, *, axis, ddof, keepdims):
     n = count(x, axis)
     factor = 2.0 / (n - ddof) if n > ddof else math.nan
-    return g.reshape(kept(x, axis)) * factor * (x - mean(x, axis=axis, keepdims=True))
+    return g.reshape(keep_axes(x, axis)) * factor * (x - mean(x, axis=axis, keepdims=True))
 
 
 var.vjps(var_vjp)
@@ -350,19 +350,19 @@ var.vjps(var_vjp)
 
 @primitive(kind="reduction", formula=notation.write_reduction)
 def max(x, *, axis=None, keepdims=False) -> np.ndarray:
-    """The largest element over `axis`. Elements that tie share the gradient evenly."""
+    """The maximum over `axis`. Equal maxima share the gradient evenly."""
     return np.max(x, axis=axis, keepdims=keepdims)
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
 def min(x, *, axis=None, keepdims=False) -> np.ndarray:
-    """The smallest element over `axis`. Elements that tie share the gradient evenly."""
+    """The minimum over `axis`. Equal minima share the gradient evenly."""
     return np.min(x, axis=axis, keepdims=keepdims)
 
 
 def extremum_vjp(g, y, x, *, axis, keepdims):
-    shape = kept(x, axis)
-    chosen = (x == y.reshape(shape)) | (x != x)  # a nan is its own extremum
+    shape = keep_axes(x, axis)
+    chosen = (x == y.reshape(shape)) | (x != x)  # a nan is the extremum
     shares = chosen / np.sum(chosen, axis=axis, keepdims=True)
     return g.reshape(shape) * shares.astype(x.dtype)
 
@@ -377,7 +377,7 @@ min.vjps(extremum_vjp)
 
 @primitive(kind="movement", formula=notation.hidden)
 def reshape(x, *, shape) -> np.ndarray:
-    """The same elements in row-major order under another shape; one length may be -1."""
+    """The same elements, in row-major order, in another shape; one length may be -1."""
     return np.reshape(x, shape)
 
 
@@ -386,7 +386,7 @@ reshape.vjps(lambda g, y, x, shape: g.reshape(x.shape))
 
 @primitive(kind="movement", formula=notation.write_transpose)
 def transpose(x, *, axes=None) -> np.ndarray:
-    """The axes in the order `axes`, or reversed."""
+    """The axes in the order `axes`; None reverses them."""
     return x.transpose(axes)
 
 
@@ -404,7 +404,7 @@ transpose.vjps(transpose_vjp)
 
 @primitive(kind="movement", formula=notation.hidden)
 def broadcast_to(x, *, shape) -> np.ndarray:
-    """`x` repeated to `shape` by NumPy's rules."""
+    """`x` repeated to `shape` by NumPy's broadcasting rules."""
     return np.broadcast_to(x, shape)
 
 
@@ -413,26 +413,23 @@ broadcast_to.vjps(lambda g, y, x, shape: g)
 
 @primitive(kind="movement", formula=notation.write_cast)
 def cast(x, *, dtype) -> np.ndarray:
-    """`x` in another floating dtype; the gradient returns in the dtype of `x`."""
+    """`x` in another floating dtype. Its gradient has the dtype of `x`."""
     return x.astype(dtype)
 
 
 cast.vjps(lambda g, y, x, dtype: g)
 
 
-def list_of_arrays(inputs, keywords):
-    """Accept concat([a, b]) beside concat(a, b)."""
-    return (
-        (tuple(inputs[0]), keywords)
-        if len(inputs) == 1 and isinstance(inputs[0], (list, tuple))
-        else (inputs, keywords)
-    )
+def unpack_list(inputs, keywords):
+    """Accept concat([a, b]) as well as concat(a, b)."""
+    is_list = len(inputs) == 1 and isinstance(inputs[0], (list, tuple))
+    return tuple(inputs[0]) if is_list else inputs, keywords
 
 
-@primitive(kind="join", formula=notation.write_concat, arrange=list_of_arrays)
+@primitive(kind="join", formula=notation.write_concat, arrange=unpack_list)
 def concat(*xs, axis=0) -> Any:
-    """The arrays one after the other along an existing `axis`."""
-    return np.concatenate(xs, axis=operator.index(axis))  # None would flatten, and no rule would know
+    """Join arrays along an existing `axis`."""
+    return np.concatenate(xs, axis=operator.index(axis))  # refuses None, for which NumPy flattens
 
 
 @concat.vjp_each
@@ -443,13 +440,13 @@ def concat_vjp(i, g, y, *xs, axis):
 
 
 def along(axis, index):
-    """The index that takes `index` on `axis` and everything on the axes before it."""
+    """The index that applies `index` to `axis` and selects everything on the axes before it."""
     return (slice(None),) * axis + (index,)
 
 
-@primitive(kind="join", formula=notation.function, arrange=list_of_arrays)
+@primitive(kind="join", formula=notation.function, arrange=unpack_list)
 def stack(*xs, axis=0) -> Any:
-    """Arrays of one shape side by side along a new `axis`."""
+    """Join arrays of one shape along a new `axis`."""
     return np.stack(xs, axis=axis)
 
 
@@ -462,20 +459,20 @@ def stack_vjp(i, g, y, *xs, axis):
 # Indexing
 
 
-def frozen_index(inputs, keywords):
-    """Take array indices by value: what the caller does to them later must not reach the backward."""
+def copy_index(inputs, keywords):
+    """Copy index arrays: later writes by the caller must not change the backward."""
 
-    def freeze(part):
+    def copy(part):
         part = getattr(part, "_data", part) if hasattr(part, "__apply_primitive__") else part
         return as_index(part) if isinstance(part, list) else part.copy() if isinstance(part, np.ndarray) else part
 
     index = keywords["index"]
-    return inputs, {**keywords, "index": tuple(map(freeze, index)) if isinstance(index, tuple) else freeze(index)}
+    return inputs, {**keywords, "index": tuple(map(copy, index)) if isinstance(index, tuple) else copy(index)}
 
 
-@primitive(kind="index", formula=notation.write_getitem, arrange=frozen_index)
+@primitive(kind="index", formula=notation.write_getitem, arrange=copy_index)
 def getitem(x, *, index) -> np.ndarray:
-    """x[index]: integers, slices, None, ..., boolean masks and integer arrays, as in NumPy."""
+    """x[index], for all indices that NumPy has: integers, slices, None, ..., boolean and integer arrays."""
     return x[index]
 
 
@@ -484,7 +481,7 @@ getitem.vjps(lambda g, y, x, index: scatter_add(g, index=index, shape=x.shape))
 
 @primitive(kind="scatter", formula=notation.write_scatter)
 def scatter_add(values, *, index, shape) -> np.ndarray:
-    """An array of zeros of `shape` to which `values` were added at `index`; places that repeat add up."""
+    """Zeros of `shape` with `values` added at `index`. Repeated indices add up."""
     out = np.zeros(shape, dtype=values.dtype)
     if is_basic(index):
         out[index] = values
@@ -499,13 +496,13 @@ scatter_add.vjps(lambda g, y, values, index, shape: g[index])
 
 
 def is_basic(index):
-    """Whether an index is made of slices, integers, None and ... only, so that no place is named twice."""
+    """Whether an index consists of slices, integers, None and ... only, so that no element is selected twice."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or isinstance(part, (slice, int, np.integer)) for part in parts)
 
 
 def add_rows(out, rows, values):
-    """out[rows] += values, repeated rows adding up: sorted first, which is many times faster than np.add.at."""
+    """out[rows] += values, where repeated rows add up. Sorting first is much faster than np.add.at."""
     rows = np.where(rows < 0, rows + len(out), rows)
     order = np.argsort(rows, kind="stable")
     rows = rows[order]
@@ -513,16 +510,16 @@ def add_rows(out, rows, values):
     out[rows[starts]] = np.add.reduceat(values[order], starts, axis=0)
 
 
-def ids_last(inputs, keywords):
-    """Accept ids in a list, which are integers though other lists become floats."""
+def convert_ids(inputs, keywords):
+    """Accept ids as a list, which becomes an array of integers."""
     if inputs and isinstance(inputs[-1], (list, tuple)):
         inputs = (*inputs[:-1], as_index(inputs[-1]))
     return inputs, keywords
 
 
-@primitive(kind="lookup", roles=("weight", "ids"), formula=notation.write_take, arrange=ids_last)
+@primitive(kind="lookup", roles=("weight", "ids"), formula=notation.write_take, arrange=convert_ids)
 def take(weight, ids) -> Any:
-    """Rows of a table, weight[ids]: an embedding. weight (V, ...), integer ids of any shape -> ids.shape + (...)."""
+    """Rows of a table, weight[ids]: weight (V, ...), integer ids of any shape -> ids.shape + (...)."""
     check_ids(ids, len(weight), "ids")
     return weight[ids]
 
@@ -536,7 +533,7 @@ take.vjps(lambda g, y, weight, ids: scatter_add(g, index=ids, shape=weight.shape
 
 @primitive(kind="product", roles=("data", "data"), label="Linear", formula=notation.write_matmul)
 def matmul(a, b) -> Any:
-    """(..., n, k) @ (..., k, m) -> (..., n, m). The `@` of tensors takes vectors too, as NumPy does."""
+    """The matrix product (..., n, k) @ (..., k, m) -> (..., n, m). The operator `@` accepts vectors too."""
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"expected two or more axes on both sides, got {a.ndim} and {b.ndim}; use a @ b")
     return product(a, b)
@@ -549,7 +546,7 @@ matmul.vjps(
 
 
 def product(a, b):
-    """a @ b. Two small matrices meet in half the time through `dot`, which does not look for stacks of them."""
+    """a @ b. For small 2-D arrays `dot` is twice as fast as `@`."""
     return a.dot(b) if a.__class__ is np.ndarray is b.__class__ and a.ndim == b.ndim == 2 else a @ b
 
 
@@ -558,46 +555,49 @@ def linear(x, weight, bias=None) -> Any:
     """x @ weight + bias: x (..., n), weight (n, m), bias (m,) -> (..., m)."""
     if np.ndim(x) < 1 or np.ndim(weight) != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError("expected x (..., n) and weight (n, m), stored (in, out)")
-    y = (rows(x) @ weight).reshape(*x.shape[:-1], weight.shape[1])
+    y = (merge_rows(x) @ weight).reshape(*x.shape[:-1], weight.shape[1])
     return y if bias is None else y + bias
 
 
 linear.vjps(
-    lambda g, y, x, weight, bias: (rows(g) @ weight.mT).reshape(x.shape),
-    lambda g, y, x, weight, bias: rows(x).mT @ rows(g),
+    lambda g, y, x, weight, bias: (merge_rows(g) @ weight.mT).reshape(x.shape),
+    lambda g, y, x, weight, bias: merge_rows(x).mT @ merge_rows(g),
     lambda g, y, x, weight, bias: g,
 )
 
 
-def rows(x):
-    """All leading axes as one: (..., n) -> (N, n)."""
+def merge_rows(x):
+    """Merge all leading axes: (..., n) -> (N, n)."""
     return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 @linear.composed_of
 def linear_from_primitives(x, weight, bias=None):
-    y = reshape(matmul(rows(x), weight), shape=(*x.shape[:-1], weight.shape[1]))
+    y = reshape(matmul(merge_rows(x), weight), shape=(*x.shape[:-1], weight.shape[1]))
     return y if bias is None else add(y, bias)
 
 
-def string_first(inputs, keywords):
+def move_subscripts(inputs, keywords):
     """Accept NumPy's einsum("ij,jk->ik", a, b)."""
     if inputs and isinstance(inputs[0], str):
         keywords, inputs = {**keywords, "subscripts": inputs[0]}, inputs[1:]
     return inputs, keywords
 
 
-@primitive(kind="product", roles=("data",), formula=notation.write_einsum, arrange=string_first)
+@primitive(kind="product", roles=("data",), formula=notation.write_einsum, arrange=move_subscripts)
 def einsum(*xs, subscripts="") -> Any:
-    """Sums of products by index letters: einsum("bqd,bkd->bqk", q, k)."""
+    """Einstein summation as np.einsum: einsum("bqd,bkd->bqk", q, k)."""
     terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     return np.einsum(",".join(terms) + "->" + out, *xs)
 
 
 @einsum.vjp_each
 def einsum_vjp(i, g, y, *xs, subscripts):
-    """Swap the argument and the output. What the swap cannot say is put back: letters that only this argument has
-    (they were summed: broadcast), and letters that it has twice (a diagonal: an identity matrix)."""
+    """The einsum with argument `i` and the output exchanged.
+
+    Letters that only argument `i` has were summed over: the gradient is broadcast along them. Letters that it has twice
+    select a diagonal: the gradient is multiplied by an identity matrix.
+    """
     terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     term, shape = terms[i], xs[i].shape
     others = terms[:i] + terms[i + 1 :]
@@ -616,7 +616,7 @@ def einsum_vjp(i, g, y, *xs, subscripts):
 
 
 def einsum_terms(subscripts, shapes):
-    """The letters of each operand and of the output, with `...` written out in capitals that are free."""
+    """The letters of each operand and of the output. `...` is replaced by unused capital letters."""
     text = subscripts.replace(" ", "")
     left, arrow, out = text.partition("->")
     terms = left.split(",")

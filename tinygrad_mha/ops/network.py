@@ -10,7 +10,7 @@ import numpy as np
 
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.ops.elementary import clip, erf, exp, floating, ids_last, mean, sqrt, sum, tanh, where
+from tinygrad_mha.ops.elementary import clip, convert_ids, erf, exp, floating, mean, sqrt, sum, tanh, where
 from tinygrad_mha.primitives import primitive
 
 __all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms_norm", "rotate", "softmax"]
@@ -21,7 +21,7 @@ __all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms
 
 @primitive(kind="distribution", formula=notation.function, sentence=notation.say_softmax)
 def softmax(x, *, axis=-1) -> np.ndarray:
-    """exp(x) / sum(exp(x)) along `axis`. Rows that are all -inf (nothing allowed) give zeros, and zero gradients."""
+    """exp(x) / sum(exp(x)) along `axis`. A row of -inf, where nothing is allowed, gives zeros and zero gradients."""
     _, e, total = shifted_exp(x, axis)
     e /= total
     return e
@@ -49,7 +49,7 @@ LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in (np.float16, 
 
 @primitive(kind="normalization", label="log softmax", formula=notation.function, sentence=notation.say_softmax)
 def log_softmax(x, *, axis=-1) -> np.ndarray:
-    """x - log(sum(exp(x))) along `axis`. Rows that are all -inf stay -inf."""
+    """x - log(sum(exp(x))) along `axis`. A row of -inf stays -inf."""
     shifted, _, total = shifted_exp(x, axis)
     return shifted - np.log(total)
 
@@ -63,17 +63,17 @@ log_softmax.vjps(lambda g, y, x, axis: g - exp(y) * g.sum(axis=axis, keepdims=Tr
     label="cross entropy",
     formula=notation.function,
     sentence=notation.say_cross_entropy,
-    arrange=ids_last,
+    arrange=convert_ids,
 )
 def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Any:
     """-log(softmax(logits)[target]): logits (..., C), integer targets (...); classes on the last axis.
 
-    Targets equal to `ignore_index` count nowhere; the mean over no targets is 0. With `label_smoothing` e, the target
+    Targets equal to `ignore_index` do not count; the mean over no targets is 0. With `label_smoothing` e, the target
     distribution is 1 - e on the target plus e / C on every class (arXiv:1512.00567). `reduction`: mean, sum or none.
     """
     check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction)
-    valid, safe, n = counted(targets, ignore_index)
-    logits = only_counted(floating(logits), valid)
+    valid, safe, n = select_targets(targets, ignore_index)
+    logits = clear_ignored(floating(logits), valid)
     shifted, e, total = shifted_exp(logits, -1)
     log_total = np.log(total)
     loss = log_total[..., 0] - np.take_along_axis(shifted, safe[..., None], -1)[..., 0]
@@ -85,7 +85,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, re
 
 
 def cross_entropy_vjp(g, y, probabilities, logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, safe, n = counted(targets, ignore_index)
+    valid, safe, n = select_targets(targets, ignore_index)
     g = np.where(valid, g / n if reduction == "mean" else g, 0).astype(logits.dtype)[..., None]
     gradient = probabilities - label_smoothing / logits.shape[-1]
     at_target = np.take_along_axis(gradient, safe[..., None], -1) - (1 - label_smoothing)
@@ -98,8 +98,8 @@ cross_entropy.vjp_joint(cross_entropy_vjp)
 
 @cross_entropy.composed_of
 def cross_entropy_from_primitives(logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, safe, n = counted(targets, ignore_index)
-    log_p = log_softmax(only_counted(logits, valid))
+    valid, safe, n = select_targets(targets, ignore_index)
+    log_p = log_softmax(clear_ignored(logits, valid))
     loss = -log_p[(*np.indices(safe.shape, sparse=True), safe)]
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * mean(log_p, axis=-1)
@@ -117,15 +117,15 @@ def check_cross_entropy(logits, targets, ignore_index, label_smoothing, reductio
     check_ids(targets, logits.shape[-1], "targets", besides=ignore_index)
 
 
-def counted(targets, ignore_index):
-    """Which targets count, the targets with class 0 in place of the others, and how many count (at least 1)."""
+def select_targets(targets, ignore_index):
+    """Which targets count, the targets with the ignored ones replaced by 0, and how many count (at least 1)."""
     targets = np.asarray(targets)
     valid = targets != ignore_index
     return valid, np.where(valid, targets, 0), builtins.max(int(valid.sum()), 1)
 
 
-def only_counted(logits, valid):
-    """`logits`, with zeros in the rows that do not count: a nan in padding must not reach 0 * nan."""
+def clear_ignored(logits, valid):
+    """`logits` with zeros in the rows that are ignored, because 0 * nan would let a nan in padding through."""
     return logits if valid.all() else where(valid[..., None], logits, 0.0)
 
 
@@ -135,8 +135,10 @@ def only_counted(logits, valid):
 
 @primitive(kind="normalization", roles=("data", "weight", "bias"), label="LayerNorm", formula=notation.write_norm)
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5) -> Any:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (arXiv:1607.06450). The variance is that of the
-    whole row (ddof 0), from centred values, so that large rows with a small spread keep their digits."""
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (arXiv:1607.06450).
+
+    The variance has divisor n. It is computed from centred values, to be accurate for large values of small variance.
+    """
     centred = x - np.mean(x, axis=-1, keepdims=True)
     inverse = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
     unit = centred * inverse
@@ -144,7 +146,7 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5) -> Any:
 
 
 def layer_norm_vjp(g, y, unit, inverse, x, weight, bias, *, eps):
-    # unit has mean 0 and a fixed length: take away the parts of the gradient that would change either.
+    # unit has mean 0 and a fixed length: subtract the components of the gradient that would change either.
     u = g if weight is None else g * weight
     along_unit = np.mean(u * unit, axis=-1, keepdims=True)
     return inverse * (u - np.mean(u, axis=-1, keepdims=True) - unit * along_unit), g * unit, g
@@ -187,37 +189,39 @@ def affine(x, weight, bias):
 
 # --------------------------------------------------------------------------------------------------------------------
 # GELU
+
+
 @primitive(kind="activation", label="GELU", formula=notation.function)
 def gelu(x, *, tanh=False) -> Any:
-    """x * Phi(x), Phi the normal distribution function (arXiv:1606.08415).
+    """x * Phi(x), where Phi is the normal distribution function (arXiv:1606.08415).
 
-    Exactly through erf, or with `tanh=True` by the formula that GPT-2 was trained with:
+    Phi is exact, through erf, or with `tanh=True` the approximation that GPT-2 uses:
     0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
     """
     x = floating(x)
-    passed = np.asarray(gelu_passed(x, tanh), dtype=x.dtype)  # of a 0-d array, NumPy makes scalars, which are weak
-    return x * passed, passed
+    phi = np.asarray(gelu_phi(x, tanh), dtype=x.dtype)  # NumPy makes a scalar of a 0-d array
+    return x * phi, phi
 
 
-def gelu_passed(x, tanh):
-    """Phi(x): which part of x passes."""
+def gelu_phi(x, tanh):
+    """Phi(x), on arrays and on Tensors."""
     return 0.5 * (1.0 + (TANH(gelu_tanh_argument(x)) if tanh else erf(x * math.sqrt(0.5))))
 
 
 def gelu_tanh_argument(x):
-    x = clip(x, min=-10.0, max=10.0)  # beyond, the tanh is 1 to the last bit, and x^3 need not overflow
+    x = clip(x, min=-10.0, max=10.0)  # beyond, the tanh rounds to 1; this also prevents an overflow of x^3
     return math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
 
 
-def gelu_vjp(g, y, passed, x, *, tanh):
+def gelu_vjp(g, y, phi, x, *, tanh):
     if tanh:
-        # passed = (1 + tanh u) / 2, so 1 - tanh^2 u = 4 passed (1 - passed).
+        # phi = (1 + tanh u) / 2, so 1 - tanh^2 u = 4 phi (1 - phi).
         inside = np.clip(x, -10.0, 10.0)
-        slope = passed * (1.0 - passed) * (math.sqrt(8.0 / math.pi) * (1.0 + 3 * 0.044715 * (inside * inside)))
+        slope = phi * (1.0 - phi) * (math.sqrt(8.0 / math.pi) * (1.0 + 3 * 0.044715 * (inside * inside)))
     else:
         with np.errstate(over="ignore"):
             slope = np.exp(-0.5 * (x * x)) * (1.0 / math.sqrt(2.0 * math.pi))
-    return g * (passed + x * slope)
+    return g * (phi + x * slope)
 
 
 TANH = tanh  # gelu has a keyword of the same name
@@ -226,7 +230,7 @@ gelu.vjps(gelu_vjp)
 
 @gelu.composed_of
 def gelu_from_primitives(x, *, tanh):
-    return x * gelu_passed(x, tanh)
+    return x * gelu_phi(x, tanh)
 
 
 # --------------------------------------------------------------------------------------------------------------------
