@@ -1,12 +1,12 @@
-"""What the engine costs, beside its peers, in one run.
+"""Time the engine and its peers in one run.
 
     python benchmarks/bench_engine.py [--rounds 60] [--json results.json]
 
-Every figure is a ratio of medians taken in turn, ours and theirs, round by round, on one thread each: the machine's own
-speed cancels. Peers that are not installed are left out; `pip install "tinygrad_mha[bench]"` brings them.
+The libraries take turns, round by round, on one thread each. The medians are compared, so that the speed of the machine
+cancels. Peers that are not installed are left out; `pip install "tinygrad_mha[bench]"` installs them.
 
 1. attention: the two-head causal attention with X 3x5, W_Q and W_K 5x7, W_V 5x11, W_O 22x5, from single operations,
-   forward and backward to all seven weights, leaves made beforehand, float32.
+   forward and backward to all seven weights, float32. Making the leaves is not timed.
 2. chain: 10 000 operations of one kind on 4x4 arrays, forward and backward, per operation.
 3. size: one step of y = tanh(x @ w) * x forward and backward for n x n arrays, as n grows.
 """
@@ -36,46 +36,47 @@ import tinygrad_mha as tg
 Step = Callable[[], Any]
 
 
-def optional(name: str) -> Any:
+def import_optional(name: str) -> Any:
+    """The module, or None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
         return None
 
 
-torch, autograd, mygrad = optional("torch"), optional("autograd"), optional("mygrad")
+torch, autograd, mygrad = (import_optional(name) for name in ("torch", "autograd", "mygrad"))
 if torch is not None:
     torch.set_num_threads(1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# 1. The attention of the article
+# 1. Two-head attention
 
 
-def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def make_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     shapes = {f"{m}{h}": (5, n) for h in (1, 2) for m, n in (("Q", 7), ("K", 7), ("V", 11))} | {"O": (22, 5)}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def attention_steps() -> dict[str, Step]:
+def make_attention_steps() -> dict[str, Step]:
     rng = np.random.default_rng(0)
-    w, x, g = weights(rng), rng.standard_normal((3, 5)).astype("f"), rng.standard_normal((3, 5)).astype("f")
+    w, x, g = make_weights(rng), rng.standard_normal((3, 5)).astype("f"), rng.standard_normal((3, 5)).astype("f")
     allow = np.tri(3, dtype=bool)
-    steps = {"tinygrad_mha": attention_ours(w, x, g, allow)}
+    steps = {"tinygrad_mha": make_ours_attention(w, x, g, allow)}
     if torch is not None:
-        steps["torch"] = attention_torch(w, x, g, allow)
+        steps["torch"] = make_torch_attention(w, x, g, allow)
     if autograd is not None:
-        steps["autograd"] = attention_autograd(w, x, g, allow)
+        steps["autograd"] = make_autograd_attention(w, x, g, allow)
     if mygrad is not None:
-        steps["mygrad"] = attention_mygrad(w, x, g, allow)
+        steps["mygrad"] = make_mygrad_attention(w, x, g, allow)
     gradients = {name: step() for name, step in steps.items()}
-    for name, found in gradients.items():  # all compute the same thing, or their times mean nothing
-        for ours, theirs in zip(gradients["tinygrad_mha"], found, strict=True):
+    for name, results in gradients.items():  # the times are comparable only if all compute the same
+        for ours, theirs in zip(gradients["tinygrad_mha"], results, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4, err_msg=name)
     return steps
 
 
-def attention_ours(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
+def make_ours_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
     p = {name: tg.Tensor(a, requires_grad=True) for name, a in w.items()}
     X, ops = tg.Tensor(x), tg.ops
 
@@ -94,7 +95,7 @@ def attention_ours(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow
     return step
 
 
-def attention_torch(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
+def make_torch_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
     p = {name: torch.tensor(a, requires_grad=True) for name, a in w.items()}
     X, G, hidden = torch.tensor(x), torch.tensor(g), torch.tensor(~allow)
 
@@ -113,7 +114,7 @@ def attention_torch(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allo
     return step
 
 
-def attention_autograd(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
+def make_autograd_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
     anp = importlib.import_module("autograd.numpy")
     names = list(w)
 
@@ -132,7 +133,7 @@ def attention_autograd(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, a
     return lambda: gradient(arrays)
 
 
-def attention_mygrad(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
+def make_mygrad_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
     softmax = importlib.import_module("mygrad.nnet").softmax
     p = {name: mygrad.tensor(a) for name, a in w.items()}
     X = mygrad.tensor(x, constant=True)
@@ -164,9 +165,9 @@ KINDS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def chain_time(kind: str, library: str, length: int) -> tuple[float, float]:
-    """Seconds forward and backward, per operation."""
-    start = np.eye(4, dtype=np.float32)  # an orthogonal factor keeps every product of the chain in range
+def time_chain(kind: str, library: str, length: int) -> tuple[float, float]:
+    """The seconds of forward and of backward, per operation."""
+    start = np.eye(4, dtype=np.float32)  # with an orthogonal factor, no product of the chain overflows
     one = np.ones((4, 4), np.float32)
     a = tg.Tensor(start, requires_grad=True) if library == "tinygrad_mha" else torch.tensor(start, requires_grad=True)
     g = one if library == "tinygrad_mha" else torch.tensor(one)
@@ -188,7 +189,7 @@ def chain_time(kind: str, library: str, length: int) -> tuple[float, float]:
 # 3. Cost against size
 
 
-def size_steps(n: int) -> dict[str, Step]:
+def make_size_steps(n: int) -> dict[str, Step]:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((n, n)).astype("f"), rng.standard_normal((n, n)).astype("f") / n
     g = np.ones((n, n), np.float32)
@@ -214,8 +215,8 @@ def size_steps(n: int) -> dict[str, Step]:
 # Measuring
 
 
-def in_turn(steps: dict[str, Step], rounds: int, target: float = 0.004) -> dict[str, float]:
-    """The median seconds of each step over `rounds` rounds, in each of which every one takes its turn."""
+def time_in_turn(steps: dict[str, Step], rounds: int, target: float = 0.004) -> dict[str, float]:
+    """The median seconds of each step over `rounds` rounds. In each round every step is timed once."""
     repeats = {}
     for name, step in steps.items():
         step()
@@ -245,10 +246,10 @@ def main() -> None:
     }
 
     print("attention 3x5, two heads, forward and backward")
-    found = in_turn(attention_steps(), args.rounds)
-    ours = found["tinygrad_mha"]
-    results["attention_us"] = {name: t * 1e6 for name, t in found.items()}
-    for name, t in found.items():
+    medians = time_in_turn(make_attention_steps(), args.rounds)
+    ours = medians["tinygrad_mha"]
+    results["attention_us"] = {name: t * 1e6 for name, t in medians.items()}
+    for name, t in medians.items():
         print(f"  {name:14} {t * 1e6:8.1f} us" + (f"   ours / {name} = {ours / t:.2f}" if t is not ours else ""))
 
     print("\nchain of 10 000 operations on 4x4 arrays, us per operation (forward + backward)")
@@ -259,7 +260,7 @@ def main() -> None:
         for _ in range(max(5, args.rounds // 6)):
             for name in libraries:
                 gc.collect()
-                rounds[name].append(chain_time(kind, name, 10_000))
+                rounds[name].append(time_chain(kind, name, 10_000))
         medians = {name: (np.median(rounds[name], axis=0) * 1e6).tolist() for name in libraries}
         results["chain_us"][kind] = medians
         line = "   ".join(f"{name} {f:5.2f} + {b:5.2f} = {f + b:5.2f}" for name, (f, b) in medians.items())
@@ -278,9 +279,9 @@ def main() -> None:
     print("\ntanh(x @ w) * x for n x n, forward and backward, us")
     results["size_us"] = {}
     for n in (2, 8, 32, 128, 512):
-        found = in_turn(size_steps(n), max(5, args.rounds // 4))
-        results["size_us"][n] = {name: t * 1e6 for name, t in found.items()}
-        print(f"  n = {n:4} " + "   ".join(f"{name} {t * 1e6:9.1f}" for name, t in found.items()))
+        medians = time_in_turn(make_size_steps(n), max(5, args.rounds // 4))
+        results["size_us"][n] = {name: t * 1e6 for name, t in medians.items()}
+        print(f"  n = {n:4} " + "   ".join(f"{name} {t * 1e6:9.1f}" for name, t in medians.items()))
 
     args.json.write_text(json.dumps(results, indent=2) + "\n")
     print(f"\nwritten to {args.json}")

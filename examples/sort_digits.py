@@ -1,14 +1,14 @@
-"""Learn to sort six digits, from examples alone.
+"""Train a GPT to sort six digits.
 
     python examples/sort_digits.py [--short]
 
-The text is six digits 0, 1 or 2 and then the same digits in order: 021101 001112. A GPT reads the first six and writes
-the last six. Only what it writes counts in the loss, since nobody could guess the prompt.
+A text is six digits 0, 1 or 2, then the same digits in order: 021101 001112. The GPT reads the first six and generates
+the last six. Only the generated part counts in the loss, because the prompt is random.
 
-There are 3^6 = 729 prompts; the model trains on 629 and never meets the other 100.
-Target: all 729 sorted without a mistake, those 100 too. Some seconds on one core.
+There are 3^6 = 729 prompts; 629 are for training, 100 for testing. Target: all 729 are sorted correctly. It takes some
+seconds on one core.
 
-`--short` stops after a few steps and only shows that the loss falls.
+`--short` stops after a few steps; the loss falls, but the target is not reached.
 """
 
 import argparse
@@ -22,8 +22,8 @@ import tinygrad_mha as tg
 IGNORED = -100
 
 
-def as_examples(prompts):
-    """x, what is read, and y, what should come next after each token of x: (B, 11) each."""
+def make_batch(prompts):
+    """Prompts (B, 6) -> the inputs x and the targets y, the next token after each token of x: (B, 11) each."""
     text = np.hstack([prompts, np.sort(prompts)])
     x, y = text[:, :-1], text[:, 1:].copy()
     y[:, : prompts.shape[1] - 1] = IGNORED
@@ -31,7 +31,7 @@ def as_examples(prompts):
 
 
 def is_sorted(model, prompts):
-    """Whether the model sorts each of the prompts: boolean (B,)."""
+    """Whether the model sorts each prompt: (B, 6) -> boolean (B,)."""
     answers = tg.generate(model, prompts, 6, temperature=0)[:, 6:]
     return (answers == np.sort(prompts)).all(axis=1)
 
@@ -39,16 +39,16 @@ def is_sorted(model, prompts):
 def main(short=False):
     rng = np.random.default_rng(0)
     prompts = rng.permutation(list(itertools.product(range(3), repeat=6)))
-    seen, unseen = prompts[100:], prompts[:100]
+    training, test = prompts[100:], prompts[:100]
 
     config = tg.nn.GPTConfig(vocab_size=3, block_size=11, n_layer=2, n_head=3, n_embd=48)
     model = tg.nn.GPT(config, seed=0)
     optimizer = tg.optim.AdamW(model.parameters(), weight_decay=0.1)
-    print(f"{model.count():,} parameters, {len(seen)} prompts to learn from, {len(unseen)} kept back")
+    print(f"{model.count():,} parameters, {len(training)} training prompts, {len(test)} test prompts")
 
     steps, losses = 20 if short else 400, []
     for step in range(steps):
-        x, y = as_examples(seen[rng.integers(len(seen), size=64)])
+        x, y = make_batch(training[rng.integers(len(training), size=64)])
         optimizer.lr = tg.optim.warmup_cosine(step, max_lr=3e-3, warmup=20, total=400)
         loss = model.loss(x, y, ignore_index=IGNORED)
         loss.backward(leaves_only=True)
@@ -59,11 +59,12 @@ def main(short=False):
         if step % 100 == 0 or step == steps - 1:
             print(f"step {step:4}  loss {loss.item():.4f}")
 
-    for prompt, answer in zip(unseen[:3], tg.generate(model, unseen[:3], 6, temperature=0)[:, 6:], strict=True):
+    for prompt, answer in zip(test[:3], tg.generate(model, test[:3], 6, temperature=0)[:, 6:], strict=True):
         print(*prompt, "->", *answer)
-    right = is_sorted(model, seen).sum(), is_sorted(model, unseen).sum()
-    print(f"sorted: {right[0]} of {len(seen)} seen, {right[1]} of {len(unseen)} unseen, {sum(right)} of 729")
-    return {"losses": losses, "sorted": int(sum(right))}
+    n_training, n_test = is_sorted(model, training).sum(), is_sorted(model, test).sum()
+    print(f"sorted: {n_training} of {len(training)} training prompts, {n_test} of {len(test)} test prompts,", end=" ")
+    print(f"{n_training + n_test} of 729")
+    return {"losses": losses, "sorted": int(n_training + n_test)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The toy examples: what they train on is what they say, and they learn."""
+"""The toy examples: their training data are as described, and the models learn."""
 
 import importlib.util
 import runpy
@@ -43,30 +43,30 @@ def test_sorting_reaches_its_target():
     assert load("sort_digits").main()["sorted"] == 729
 
 
-def test_sorting_is_taught_on_the_six_sorted_digits():
-    x, y = load("sort_digits").as_examples(np.array([[0, 2, 1, 1, 0, 1]]))
+def test_the_targets_of_sorting_are_the_six_sorted_digits():
+    x, y = load("sort_digits").make_batch(np.array([[0, 2, 1, 1, 0, 1]]))
     np.testing.assert_array_equal(x, [[0, 2, 1, 1, 0, 1, 0, 0, 1, 1, 1]])
     np.testing.assert_array_equal(y, [[-100, -100, -100, -100, -100, 0, 0, 1, 1, 1, 2]])
 
 
-def test_addition_is_taught_on_the_three_digits_of_the_sum_ones_first():
-    x, y = load("add_numbers").as_examples(np.array([85, 7]), np.array([50, 4]))
+def test_the_targets_of_addition_are_the_three_digits_of_the_sum_ones_first():
+    x, y = load("add_numbers").make_batch(np.array([85, 7]), np.array([50, 4]))
     np.testing.assert_array_equal(x, [[8, 5, 5, 0, 5, 3], [0, 7, 0, 4, 1, 1]])
     np.testing.assert_array_equal(y, [[-100, -100, -100, 5, 3, 1], [-100, -100, -100, 1, 1, 0]])
 
 
-def test_copying_and_reversing_are_taught_on_the_answer():
+def test_the_targets_of_copying_and_reversing_are_the_answer():
     example = load("reverse")
-    assert example.answer(">lamp=") == "lamp."
-    assert example.answer("<lamp=") == "pmal."
-    x, y = example.as_examples(["<ab=", ">c="])
+    assert example.make_answer(">lamp=") == "lamp."
+    assert example.make_answer("<lamp=") == "pmal."
+    x, y = example.make_batch(["<ab=", ">c="])
     read = [example.TOKENIZER.decode(row) for row in x]
-    assert [text.rstrip("a") for text in read] == ["<ab=b", ">c=c"]  # id 0, "a", fills up
-    taught = [(np.flatnonzero(row != -100).tolist(), example.TOKENIZER.decode(row[row != -100])) for row in y]
-    assert taught == [([3, 4, 5], "ba."), ([2, 3], "c.")]
+    assert [text.rstrip("a") for text in read] == ["<ab=b", ">c=c"]  # id 0, "a", is the padding
+    targets = [(np.flatnonzero(row != -100).tolist(), example.TOKENIZER.decode(row[row != -100])) for row in y]
+    assert targets == [([3, 4, 5], "ba."), ([2, 3], "c.")]
 
 
-def test_names_are_taught_from_line_feed_to_line_feed():
+def test_the_targets_of_names_go_from_line_feed_to_line_feed():
     example = load("names")
     tokenizer = example.tg.data.CharTokenizer("\nabc")
     x, y = example.as_examples(["cab", "b"], tokenizer, 5)
@@ -81,7 +81,7 @@ def test_the_list_of_names_holds_each_once():
     assert all(name.isascii() and name.isalpha() and name.islower() for name in names)
 
 
-def test_names_may_come_from_a_file_of_ones_own(tmp_path, capsys):
+def test_names_can_be_read_from_another_file(tmp_path, capsys):
     path = tmp_path / "planets.txt"
     path.write_text("\n".join(["Merkur", "Venus", "Erde", "Mars", "Jupiter", "Saturn", "Uranus", "Neptun"] * 3))
     assert load("names").main(short=True, file=path)["losses"]
