@@ -513,6 +513,8 @@ def test_a_memory_projected_once_serves_many_queries(rng):
         assert trace.k is projected.k
     rows = [1, 0, 1]
     close(mha(x[rows], memory=projected.select(rows)), mha(x, memory=memory).data[rows])
+    with pytest.raises(TypeError, match="per_head projects the memory itself"):
+        mha.per_head(x, memory=projected)
     with pytest.raises(ValueError, match="memory with d_memory columns"):
         mha.project_memory(rng.standard_normal((B, T_K, 5)))
 
@@ -850,11 +852,10 @@ def test_a_scheme_of_a_persons_own_is_one_class(rng):
     """Scores rise by one for each step that a key is nearer to the first token."""
 
     class Backwards(nn.Position):
-        name = "backwards"
-
         def bias(self, n_head, n_q, n_k, dtype):
             return Tensor(np.broadcast_to(-np.arange(float(n_k)), (n_head, n_q, n_k)), dtype=dtype, name="backwards")
 
+    assert Backwards.name == "backwards"
     mha = randomised(nn.MultiHeadAttention(5, 2, d_k=7, position=Backwards()), rng)
     x = rng.standard_normal((B, T_Q, 5))
     expected = heads_by_hand(mha, x, x, nn.causal(T_Q), np.broadcast_to(-np.arange(float(T_Q)), (2, T_Q, T_Q)))

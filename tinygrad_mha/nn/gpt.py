@@ -18,16 +18,7 @@ from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_prob
 from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.nn.cache import KVCache
-from tinygrad_mha.nn.heads import (
-    AttentionTrace,
-    Edit,
-    Heads,
-    Projection,
-    Steps,
-    check_rows,
-    describe_heads,
-    split_heads,
-)
+from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Projection, Steps, check_rows, split_heads
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module
@@ -168,8 +159,8 @@ class CausalSelfAttention(Module):
         n_head, n_kv_head, width = config.n_head, config.n_kv_head or config.n_head, config.n_embd
         self.n_head, self.n_kv_head, self.d_model = n_head, n_kv_head, width
         self.d_k = self.d_v = width // n_head
-        self.detail = describe_heads(n_head)
         self.heads = Heads(n_head, n_kv_head, position, Dropout(config.dropout, dropout_rng), fused=True)
+        self.detail = self.heads.detail
         self.c_attn = Linear(width, width + 2 * n_kv_head * self.d_k, config.bias, STD, rng)
         self.c_proj = Linear(width, width, config.bias, residual_std(config), rng)
         self.c_attn.weight.name, self.c_proj.weight.name = "W_QKV", "W_O"

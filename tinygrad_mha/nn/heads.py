@@ -22,8 +22,7 @@ from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.tensors import Tensor, as_tensor
 
-__all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "describe_heads"]
-__all__ += ["split_heads"]
+__all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "split_heads"]
 
 Edit = Callable[[str, Tensor], Tensor]
 
@@ -154,6 +153,7 @@ class Heads(Module):
         self.position = position
         self.dropout = dropout
         self.fused = fused
+        self.detail = f"{n_head} head{'s' if n_head > 1 else ''}"
 
     def attend(
         self,
@@ -266,7 +266,3 @@ def check_rows(x: Any, width: int, positions: Any) -> Tensor:
         if shape not in ((x.shape[-2],), x.shape[:-1]) or np.asarray(positions).dtype.kind not in "iu":
             raise ValueError(f"positions must be integers of shape (T_q,) or (B, T_q), got shape {shape}")
     return x
-
-
-def describe_heads(n_head: int) -> str:
-    return f"{n_head} head{'s' if n_head > 1 else ''}"

@@ -12,17 +12,7 @@ import numpy as np
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import check_count, check_probability, check_width
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
-from tinygrad_mha.nn.heads import (
-    AttentionTrace,
-    Edit,
-    Heads,
-    Masks,
-    Projection,
-    Steps,
-    check_rows,
-    describe_heads,
-    split_heads,
-)
+from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Masks, Projection, Steps, check_rows, split_heads
 from tinygrad_mha.nn.init import Seed, constant, normal
 from tinygrad_mha.nn.layers import Dropout
 from tinygrad_mha.nn.masks import combine_masks, pad_bias
@@ -194,7 +184,6 @@ class MultiHeadAttention(Module):
         self.d_out = check_count(d_model if d_out is None else d_out, "d_out")
         self.d_memory = check_count(d_model if d_memory is None else d_memory, "d_memory")
         self.n_kv_head = check_count(n_head if n_kv_head is None else n_kv_head, "n_kv_head")
-        self.detail = describe_heads(n_head)
         position = as_position(position)
         if position.acts_on != "attention":
             raise ValueError(f"position must be a scheme that acts in attention; {position!r} is added to the input")
@@ -212,6 +201,7 @@ class MultiHeadAttention(Module):
         self.bo = constant((self.d_out,), 0.0, "b_O") if bias else None
         self.position = position.initialize(n_head, d_model, 0, rng)
         self.heads = Heads(n, m, self.position, drop, fused)
+        self.detail = self.heads.detail
 
     @overload
     def forward(
@@ -310,6 +300,8 @@ class MultiHeadAttention(Module):
             if self.d_memory != self.d_model:
                 raise ValueError(f"self-attention needs d_memory = d_model, got {self.d_memory} and {self.d_model}")
             return x
+        if isinstance(memory, Memory):
+            raise TypeError("per_head projects the memory itself: pass the memory that was projected")
         memory = as_tensor(memory)
         if memory.ndim != x.ndim or memory.shape[:-2] != x.shape[:-2]:
             raise ValueError(f"memory must have the batch axis of x, got memory {memory.shape} and x {x.shape}")

@@ -30,13 +30,16 @@ __all__ += ["alibi", "alibi_slopes", "relative_buckets", "rotary", "sinusoidal"]
 class Position(Module):
     """The scheme "none", and the base class of all others, which override what they need.
 
-    The fields of a scheme are its settings. Parameters, if it has any, are made by `initialize`. To add a scheme, write
-    one class and enter it in `SCHEMES`.
+    A scheme with settings is a dataclass of them. Its name is that of the class in lower case. Parameters, if it has
+    any, are made by `initialize`. To add a scheme, write one class and list it in `SCHEMES`.
     """
 
     name: ClassVar[str] = "none"
     acts_on: ClassVar[Literal["input", "attention"]] = "attention"
     rotates: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__.lower()
 
     def check_head_width(self, d: int) -> None:
         """Raise ValueError if the scheme does not work with queries and keys of width `d`."""
@@ -67,7 +70,6 @@ class Position(Module):
 class Learned(Position):
     """A learned vector for each position is added to the token vectors, as in GPT-2."""
 
-    name = "learned"
     acts_on = "input"
 
     def __post_init__(self) -> None:
@@ -82,11 +84,9 @@ class Learned(Position):
         return ops.take(self.weight, positions)
 
 
-@dataclass(unsafe_hash=True)
 class Sinusoidal(Position):
     """Sines and cosines of the position are added to the token vectors (arXiv:1706.03762, section 3.5)."""
 
-    name = "sinusoidal"
     acts_on = "input"
 
     def forward(self, positions: np.ndarray, x: Tensor) -> np.ndarray:
@@ -99,7 +99,6 @@ class Rotary(Position):
 
     base: float = 10000.0
 
-    name = "rotary"
     rotates = True
 
     def check_head_width(self, d: int) -> None:
@@ -110,11 +109,8 @@ class Rotary(Position):
         return rotary(x, positions, self.base)
 
 
-@dataclass(unsafe_hash=True)
 class Alibi(Position):
     """Scores fall linearly with distance, at a rate of each head's own (arXiv:2108.12409); see `alibi`."""
-
-    name = "alibi"
 
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
         return Tensor(alibi(n_head, n_q, n_k), dtype=dtype, name="alibi")
@@ -134,8 +130,6 @@ class Relative(Position):
     max_distance: int = 128
     bidirectional: bool = True
 
-    name = "relative"
-
     def __post_init__(self) -> None:
         self.weight: Tensor | None = None  # (num_buckets, H)
         check_count(self.num_buckets, "num_buckets", least=4)
@@ -154,9 +148,7 @@ class Relative(Position):
         return ops.transpose(ops.take(self.weight, Tensor(buckets, name="buckets")), axes=(2, 0, 1)).named("relative")
 
 
-SCHEMES: dict[str, type[Position]] = {
-    scheme.name: scheme for scheme in (Learned, Sinusoidal, Rotary, Alibi, Relative, Position)
-}
+SCHEMES: dict[str, type[Position]] = {s.name: s for s in (Learned, Sinusoidal, Rotary, Alibi, Relative, Position)}
 
 
 def as_position(position: Position | Mapping[str, Any] | str | None, **settings: Any) -> Position:
