@@ -1,13 +1,13 @@
-"""A GPT that reads a text character by character, and then writes like it.
+"""Train a GPT on the characters of a text, and generate text with it.
 
     python examples/char_gpt.py [--text FILE] [--short]
 
-Without FILE the text is the language reference that every Python carries. The loop below is all that training is: draw
-windows, measure how surprised the model is by each next character, move every weight a little down the gradient.
-(`tinygrad-mha train` does the same, and loses nothing when it is interrupted.)
+Without FILE the text is the language reference that is part of Python. The loop below is a complete training loop: draw
+windows of text, compute the loss of every next character, and move every weight against its gradient.
+(`tinygrad-mha train` does the same, and can resume an interrupted run.)
 
-Target: the validation loss, on a tenth of the text that is never trained on, falls below half of what a guess among all
-characters costs. Then the model writes with the KV cache, and without it the same. About a minute on one core.
+Target: the validation loss, on a tenth of the text that is not trained on, falls below half of the loss of a uniform
+guess. Then text is generated with and without the KV cache, and is the same. About a minute on one core.
 
 `--short` stops after a few steps and only shows that the loss falls.
 """
@@ -24,13 +24,10 @@ from tinygrad_mha.decoding import CountedModel
 
 
 def mean_loss(model, batches):
-    """In eval mode and without gradients, the loss of the first windows of `batches`, back to back."""
+    """The loss of the first windows of `batches`, side by side, in eval mode and without gradients."""
     starts = np.arange(40) * batches.block_size
-    model.eval()
-    with tg.no_grad():
-        loss = model.loss(*batches.at(starts[starts < len(batches.ids) - batches.block_size])).item()
-    model.train()
-    return loss
+    with model.evaluating(), tg.no_grad():
+        return model.loss(*batches.at(starts[starts < len(batches.ids) - batches.block_size])).item()
 
 
 def main(short=False, file=None):
@@ -45,7 +42,7 @@ def main(short=False, file=None):
     optimizer = tg.optim.AdamW(tg.optim.decay_groups(model, weight_decay=0.1), betas=(0.9, 0.99))
     guess = math.log(tokenizer.vocab_size)
     print(f"{model.count():,} parameters, {len(text):,} characters, {tokenizer.vocab_size} distinct")
-    print(f"guessing among all of them would cost {guess:.3f}")
+    print(f"the loss of a uniform guess: {guess:.3f}")
 
     total = 1000
     steps, losses = 20 if short else total, []

@@ -1,10 +1,11 @@
-"""Replay a recorded training run of nanoGPT, update by update, and say how far we are from it.
+"""Replay a recorded training run of nanoGPT, update by update, and print the differences.
 
     python examples/replay_nanogpt.py FOLDER [--iterations 101]
 
 FOLDER holds `nanogpt-cpu-run/full_2000_iterations.npz` (initial weights, the drawn batches, and torch's loss and
-gradient norm of every iteration) and `corpora/tinyshakespeare.txt`. Same start, same batches, same rules: what differs
-is the rounding of float32. The whole run takes a few minutes; the exit code is 0 if all limits are kept.
+gradient norm of every iteration) and `corpora/tinyshakespeare.txt`. Initial weights, batches and update rules are the
+same, so only the rounding of float32 differs. The whole run takes a few minutes; the exit code is 0 if all differences
+are within their limits.
 """
 
 import argparse
@@ -38,7 +39,7 @@ EVALUATIONS = {
 
 
 class Replay:
-    """A recorded run, and our model at the same place in it."""
+    """A recorded run, and our model at the same iteration."""
 
     def __init__(self, folder, recording="full_2000_iterations.npz"):
         text = read_text(Path(folder, "corpora", "tinyshakespeare.txt"))
@@ -55,7 +56,7 @@ class Replay:
         self.iteration = 0
 
     def weights(self, moment):
-        """The recorded weights at "init" or "final", under our names. torch stores (out, in), we (in, out)."""
+        """The recorded weights at "init" or "final", by our names. torch stores (out, in), we store (in, out)."""
         state = {}
         for name, _ in self.model.named_parameters():
             array = self.recorded[f"{moment}.transformer.{name}"]
@@ -63,11 +64,11 @@ class Replay:
         return state
 
     def batch(self, row):
-        """The windows that were drawn as number `row`."""
+        """The batch that was drawn as number `row`."""
         return self.splits[self.recorded["split"][row]].at(self.recorded["ix"][row])
 
     def update(self):
-        """One update. Returns the loss before it and the length of the gradient before clipping."""
+        """One update. Returns the loss before it and the gradient norm before clipping."""
         i = self.iteration
         self.optimizer.lr = CONFIG.lr(i)
         # Before the batches of an iteration that is a multiple of EVERY, those of its evaluation were drawn.

@@ -85,4 +85,4 @@ def test_names_can_be_read_from_another_file(tmp_path, capsys):
     path = tmp_path / "planets.txt"
     path.write_text("\n".join(["Merkur", "Venus", "Erde", "Mars", "Jupiter", "Saturn", "Uranus", "Neptun"] * 3))
     assert load("names").main(short=True, file=path)["losses"]
-    assert "22 names to learn from, 2 kept back" in capsys.readouterr().out
+    assert "22 names to train on, 2 held out" in capsys.readouterr().out
