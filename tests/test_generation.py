@@ -107,7 +107,7 @@ def test_greedy_tokens_equal_those_of_transformers(reference, name, use_cache):
 def test_a_pretrained_sorting_model_sorts_all_729_sequences(reference, use_cache):
     model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "gpt-nano-sort")
     prompts = np.stack(np.meshgrid(*[np.arange(3)] * 6), axis=-1).reshape(-1, 6)
-    ids = generate(model, prompts, 6, temperature=0, use_cache=use_cache)
+    ids = generate(model, prompts, 6, temperature=0, eos=None, use_cache=use_cache)
     np.testing.assert_array_equal(ids, np.hstack([prompts, np.sort(prompts)]))
 
 
@@ -116,7 +116,7 @@ def test_a_pretrained_adder_adds_all_pairs_of_two_digit_numbers(reference):
     model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "mingpt-adder-2digit")
     a, b = np.divmod(np.arange(10_000), 100)
     prompts = np.stack([a // 10, a % 10, b // 10, b % 10], axis=-1)
-    ones, tens, hundreds = generate(model, prompts, 3, temperature=0)[:, 4:].T
+    ones, tens, hundreds = generate(model, prompts, 3, temperature=0, eos=None)[:, 4:].T
     np.testing.assert_array_equal(ones + 10 * tens + 100 * hundreds, a + b)
 
 

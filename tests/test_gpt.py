@@ -621,19 +621,18 @@ def test_layers_without_a_bias_are_saved_with_zeros_and_compute_the_same(tmp_pat
 
 def test_settings_that_the_formats_cannot_hold_are_all_named_and_nothing_is_written(tmp_path):
     model = gpt(position="rotary", n_kv_head=1, norm_first=False, activation="gelu", n_inner=5)
-    with pytest.raises(ValueError, match="'openai-gpt' folder cannot hold this GPT") as caught:
+    with pytest.raises(ValueError, match="no Hugging Face folder can hold this GPT") as caught:
         model.save_pretrained(tmp_path / "model")
-    for part in ("position = 'rotary'", "n_kv_head = 1", "activation = 'gelu'", "n_inner = 5", "Use save(path)"):
-        assert part in str(caught.value)
-    with pytest.raises(ValueError, match="'gpt2' folder cannot hold this GPT") as caught:
-        gpt(**LLAMA, rope_base=500.0).save_pretrained(tmp_path / "model")
-    for part in (
-        "position = 'rotary'",
-        "norm = 'rms', not 'layer'",
-        "activation = 'swiglu'",
-        "rope_base = 500.0, not 1",
-    ):
-        assert part in str(caught.value)
+    reason = next(line for line in str(caught.value).split("\n") if "openai-gpt: " in line)
+    for part in ("position = 'rotary'", "n_kv_head = 1", "activation = 'gelu'", "n_inner = 5"):
+        assert part in reason
+    assert "Use save(path)" in str(caught.value)
+    with pytest.raises(ValueError, match="no Hugging Face folder can hold this GPT") as caught:
+        gpt(**{**LLAMA, "position": "alibi", "dropout": 0.5, "rope_base": 500.0}).save_pretrained(tmp_path / "model")
+    reasons = str(caught.value).split("\n  ")
+    assert reasons[-1] == "llama: dropout = 0.5, not 0.0; position = 'alibi', not 'rotary'"
+    for part in ("norm = 'rms', not 'layer'", "activation = 'swiglu'", "rope_base = 500.0, not 1"):
+        assert part in reasons[1]
     assert os.listdir(tmp_path) == []
     model.save(tmp_path / "rotary.safetensors")
     twin = gpt(seed=1, position="rotary", n_kv_head=1, norm_first=False, activation="gelu", n_inner=5)
@@ -697,7 +696,7 @@ def test_several_dropout_rates_become_one_with_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama', supported are 'gpt2', 'openai-gpt'"),
+        ({"model_type": "bert"}, "model_type is 'bert', supported are 'gpt2', 'openai-gpt', 'llama'"),
         ({"model_type": "delete"}, "model_type is None"),
         (
             {"scale_attn_weights": False, "add_cross_attention": True},

@@ -146,6 +146,7 @@ def add_generate(commands: Any) -> None:
     option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
     option("--top-p", type=float, metavar="P", help="draw from the most probable tokens that sum to P")
     option("--stop", nargs="+", metavar="TEXT", help="stop after any of these")
+    option("--no-eos", action="store_true", help="continue after the model's end of text")
     option("--seed", type=int, help="the same seed draws the same text")
     option("--no-cache", action="store_true", help="read all tokens again for every token")
     text = "when the context is full: fail, or read the last block_size tokens for each token (default: %(default)s)"
@@ -170,6 +171,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if tokenizer is None and args.stop:
         raise ValueError("--stop is text, but there is no tokenizer")
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "stop", "seed", "on_full")}
+    options["eos"] = None if args.no_eos else "model"
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", ContextFullWarning)
         pieces = stream(model, prompt, args.max_new_tokens, tokenizer=tokenizer, use_cache=not args.no_cache, **options)
@@ -184,7 +186,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.stats:
         seconds = time.perf_counter() - start
         counted = CountedModel(model)
-        generate(counted, prompt, count, temperature=0, use_cache=not args.no_cache, on_full="slide")
+        generate(counted, prompt, count, temperature=0, eos=None, use_cache=not args.no_cache, on_full="slide")
         way = "without" if args.no_cache else "with"
         speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s {way} the cache"
         print(f"{speed}; multiply-adds: {counted.multiply_adds:,}", file=sys.stderr)

@@ -71,6 +71,7 @@ class CountedModel:
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.config = model.config
+        self.end_ids = getattr(model, "end_ids", ())
         self.multiply_adds = 0
 
     def __call__(self, idx: np.ndarray, **options: Any) -> Tensor:

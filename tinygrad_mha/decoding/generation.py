@@ -21,7 +21,7 @@ from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.decoding.beam import Hypothesis, beam_search, check_length_penalty
 from tinygrad_mha.decoding.language_model import Cache, LanguageModel, make_cache
 from tinygrad_mha.decoding.sampling import Sampler, check_logits, compute_log_probabilities
-from tinygrad_mha.decoding.stops import Writer, parse_stops
+from tinygrad_mha.decoding.stops import Writer, parse_end_ids, parse_stops
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.tensors import Tensor, plain
 
@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     stop: Any
+    eos: Any
     tokenizer: Tokenizer | None
     seed: int | None
     use_cache: bool
@@ -82,6 +83,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop: Any = None,
+    eos: Any = "model",
     tokenizer: Tokenizer | None = None,
     seed: int | None = None,
     use_cache: bool = True,
@@ -102,6 +104,8 @@ def generate(
         top_p: draw from the fewest most probable tokens whose probabilities, after top_k, sum to top_p.
         stop: a token id, a string, or a list of these. A row ends with the token that completes one of them. Only the
             new text is searched. Strings need a tokenizer.
+        eos: what ends a text, in addition to `stop`: "model" for `model.end_ids`, which a Hugging Face folder names; a
+            token id or a list of them; None for nothing. The row ends with this token.
         tokenizer: decodes the new tokens to look for strings.
         seed: the same seed gives the same tokens; None draws different ones every time. Each row draws from its own
             generator, so the rows after it have no influence. NumPy's global generator is not used.
@@ -130,7 +134,9 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [5]], 4, seed=0)]
         [7, 5]
     """
-    request = Request(model, idx, max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, use_cache, on_full)
+    request = Request(
+        model, idx, max_new_tokens, temperature, top_k, top_p, stop, eos, tokenizer, seed, use_cache, on_full
+    )
     check_length_penalty(length_penalty)
     if check_count(beam, "beam") > 1 and not (temperature in (0, 1) and top_k is None and top_p is None):
         raise ValueError("a beam search draws nothing: leave out temperature, top_k and top_p, or beam")
@@ -147,7 +153,7 @@ def stream(
 
     Args:
         model, idx, max_new_tokens, temperature: see `generate`.
-        options: `top_k`, `top_p`, `stop`, `tokenizer`, `seed`, `use_cache`, `on_full` of `generate`.
+        options: `top_k`, `top_p`, `stop`, `eos`, `tokenizer`, `seed`, `use_cache`, `on_full` of `generate`.
 
     Yields:
         One value per token. For one prompt (T,): its id (int) or, with a tokenizer, the text (str) that it completes.
@@ -192,6 +198,7 @@ class Request:
         top_k: int | None = None,
         top_p: float | None = None,
         stop: Any = None,
+        eos: Any = "model",
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
         use_cache: bool = True,
@@ -201,7 +208,8 @@ class Request:
         self.model = model
         self.prompts = as_prompts(idx, vocab_size)
         self.max_new_tokens = check_count(max_new_tokens, "max_new_tokens", least=0)
-        self.stops = parse_stops(stop, tokenizer, vocab_size)
+        stops = parse_stops(stop, tokenizer, vocab_size)
+        self.stops = stops._replace(ids=stops.ids | parse_end_ids(eos, model, vocab_size))
         self.tokenizer = tokenizer
         self.use_cache = use_cache
         self.sampler = Sampler(temperature, top_k, top_p, seed, len(self.prompts))

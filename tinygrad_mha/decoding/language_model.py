@@ -26,7 +26,8 @@ class LanguageModel(Protocol):
     Attributes:
         config: has `vocab_size` and `block_size`, the largest number of tokens that a call may read.
 
-    A method `new_cache()` that returns an empty `Cache` is optional. Without it every call reads all tokens.
+    A method `new_cache()` that returns an empty `Cache` is optional. Without it every call reads all tokens. So are
+    `end_ids`, the ids after which a text ends.
     """
 
     config: Any

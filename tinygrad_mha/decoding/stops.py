@@ -8,8 +8,9 @@ import numpy as np
 
 from tinygrad_mha.arguments import is_integer
 from tinygrad_mha.data import StreamDecoder, Tokenizer
+from tinygrad_mha.decoding.language_model import LanguageModel
 
-__all__ = ["Stops", "Writer", "parse_stops"]
+__all__ = ["Stops", "Writer", "parse_end_ids", "parse_stops"]
 
 
 class Stops(NamedTuple):
@@ -44,6 +45,26 @@ def parse_stops(stop: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Stop
         else:
             raise TypeError(f"stop must be a token id, a string, or a list of these, got {one!r}")
     return Stops(frozenset(ids), tuple(strings))
+
+
+def parse_end_ids(eos: Any, model: LanguageModel, vocab_size: int) -> frozenset[int]:
+    """The ids that `eos` means: those of the model for "model", a token id, a list of these, or None for none.
+
+    Ids of the model that are not in the vocabulary are never drawn, so they are left out.
+
+    Raises:
+        ValueError: an id outside the vocabulary.
+        TypeError: anything else.
+    """
+    if isinstance(eos, str) and eos == "model":
+        return frozenset(i for i in getattr(model, "end_ids", ()) if 0 <= i < vocab_size)
+    ids = [] if eos is None else [eos] if isinstance(eos, str) or np.ndim(eos) == 0 else list(eos)
+    for i in ids:
+        if not is_integer(i):
+            raise TypeError(f'eos must be "model", a token id, a list of token ids, or None, got {i!r}')
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"eos contains the id {i}, which is not in the vocabulary, 0 to {vocab_size - 1}")
+    return frozenset(map(int, ids))
 
 
 class Writer:

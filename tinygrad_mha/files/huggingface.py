@@ -1,161 +1,400 @@
-"""Read and write Hugging Face folders of GPT-1 and GPT-2 as a configuration and arrays by name.
+"""Read and write Hugging Face folders of GPT-1, GPT-2 and Llama as a configuration and arrays by name.
 
-Our parameter names are GPT-2's, and both store linear weights (in, out). What differs is a prefix, two names of GPT-1,
-mask buffers in some files, the tied head, and the keys of config.json.
+Each kind of model is one `Format`: the keys of its config.json, and the names and layouts of its parameters. Our own
+names are those of GPT-2, and our linear weights are stored (in, out).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tinygrad_mha.arguments import is_integer
 from tinygrad_mha.files.atomic import replacing
 from tinygrad_mha.files.json_files import CheckpointError, read_json
 from tinygrad_mha.files.safetensors import load_arrays, save_arrays
 
-__all__ = ["read_folder", "write_folder"]
+__all__ = ["FORMATS", "Folder", "Format", "Key", "Savable", "find_end_ids", "read_folder", "write_folder"]
 
-PREFIX = "transformer."
-MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # not h.0.attn.c_attn.bias
-HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # layer norms and linear layers
-TO_OURS = {"tokens_embed.weight": "wte.weight", "positions_embed.weight": "wpe.weight"}  # GPT-1's names
-TO_GPT1 = {ours: theirs for theirs, ours in TO_OURS.items()}
+IS_LINEAR = re.compile(r"(^|\.)c_\w+\.weight$")
+HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # norms and linear layers
+# Arrays of older files that are not parameters: causal masks (not h.0.attn.c_attn.bias), and frequencies of Llama.
+BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# The same word means different functions: "gelu" is exact in a GPT-2 folder and the tanh form in a GPT-1 folder.
+
+class Folder(NamedTuple):
+    """The content of a Hugging Face folder."""
+
+    settings: dict[str, Any]  # keywords of a `GPTConfig`
+    arrays: dict[str, np.ndarray]  # the parameters, in our names and layout
+    special_ids: dict[str, Any]  # bos_token_id, eos_token_id, ... of config.json
+    generation_config: dict[str, Any]  # generation_config.json, or {} if there is none
+
+
+class Savable(Protocol):
+    """What a folder needs of a tokenizer."""
+
+    vocab_size: int
+
+    def save(self, folder: Path) -> None:
+        """Write the files of the tokenizer into a folder."""
+
+
+class Key(NamedTuple):
+    """A key of config.json, and what transformers assumes where it is missing."""
+
+    name: str
+    default: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How Hugging Face stores one kind of model.
+
+    Every setting of a `GPTConfig` is in `keys` or in `settings`, or must have its default value. In a `biased` format
+    `bias` may also be False: zeros are written.
+
+    Args:
+        model_type, architecture: what config.json says.
+        keys: the settings of a `GPTConfig` that config.json expresses.
+        dropout_keys: the names of further dropout rates, which should equal that in `keys`.
+        activations: their names of activations and ours; the first of several with one meaning is written.
+        settings: the settings that all models of this format share, where they differ from the default.
+        required: keys of config.json that change the computation, and the only supported value of each.
+        prefix: stands in front of the name of every parameter except the head.
+        names: our names of parameters and theirs; `*` is the number of the block. With several names, each array
+            contains some of our columns, in this order.
+        transposed: whether linear weights are stored (out, in).
+        biased: whether norms and linear layers always have a bias.
+        flatten: rewrites a config.json so that `keys` and `required` find their values at the top.
+        complete: adds to a config.json what other programs need.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, Key]
+    dropout_keys: tuple[str, ...] = ()
+    activations: Mapping[str, str]
+    settings: Mapping[str, Any]
+    required: Mapping[str, Any]
+    prefix: str
+    names: Mapping[str, tuple[str, ...]]
+    transposed: bool = False
+    biased: bool = True
+    flatten: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def read_config(self, path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json as keywords of a `GPTConfig`."""
+        values = self.flatten({**self.required, **dict(self.keys.values()), **theirs})
+        settings = {ours: values[key.name] for ours, key in self.keys.items()}
+        unsupported = [f"{key} = {values[key]!r}" for key, value in self.required.items() if values[key] != value]
+        if settings["activation"] not in list(self.activations):
+            unsupported.append(f"the activation {settings['activation']!r} (known: {', '.join(self.activations)})")
+        if unsupported:
+            raise CheckpointError(f"{path} has unsupported settings: {'; '.join(unsupported)}")
+        rates = {key: values.get(key, self.keys["dropout"].default) for key in self.dropout_keys}
+        if any(rate != settings["dropout"] for rate in rates.values()):
+            used = self.keys["dropout"].name
+            rates[used] = settings["dropout"]
+            warnings.warn(f"{path} has several dropout rates, {rates}; ours has one: {used}", stacklevel=4)
+        return {**self.settings, **settings, "activation": self.activations[settings["activation"]]}
+
+    def write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a `GPTConfig` as a config.json."""
+        theirs = {key.name: config[ours] for ours, key in self.keys.items()}
+        theirs |= dict.fromkeys(self.dropout_keys, config["dropout"])
+        words = {ours: word for word, ours in reversed(list(self.activations.items()))}
+        theirs[self.keys["activation"].name] = words[config["activation"]]
+        return self.complete({"model_type": self.model_type, "architectures": [self.architecture], **theirs})
+
+    def find_unsupported(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any], state: Mapping[str, np.ndarray]
+    ) -> list[str]:
+        """The settings and parameters that this format cannot hold, each as a phrase."""
+        expressed = {*self.keys, "bias"} if self.biased else {*self.keys}
+        fixed = {name: value for name, value in {**defaults, **self.settings}.items() if name not in expressed}
+        wrong = [f"{name} = {config[name]!r}, not {value!r}" for name, value in fixed.items() if config[name] != value]
+        known = dict.fromkeys(self.activations.values())
+        if config["activation"] not in known:
+            wrong.append(f"activation = {config['activation']!r}, not {' or '.join(map(repr, known))}")
+        return wrong or [f"the parameter {name}" for name in state if split_block(name)[0] not in self.names]
+
+    def read_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Their parameters in our names and layout. Unknown names are kept."""
+        origins = {name: (ours, i) for ours, names in self.names.items() for i, name in enumerate(names)}
+        found: dict[str, dict[int, np.ndarray]] = {}
+        for full_name, array in arrays.items():
+            name = full_name.removeprefix(self.prefix)
+            if BUFFER.fullmatch(name):
+                continue
+            pattern, block = split_block(name)
+            ours, i = origins.get(pattern, (pattern, 0))
+            parts = found.setdefault(ours.replace("*", block), {})
+            if i in parts:
+                raise CheckpointError(f"{path} holds {name!r} with and without the prefix {self.prefix!r}")
+            parts[i] = array.T if self.transposed and IS_LINEAR.search(ours) else array
+        return {name: self._join(path, name, parts) for name, parts in found.items()}
+
+    def _join(self, path: Path, name: str, parts: Mapping[int, np.ndarray]) -> np.ndarray:
+        """One parameter of ours from the arrays with its columns."""
+        pattern, block = split_block(name)
+        names = self.names.get(pattern, (name,))
+        if len(names) == 1:
+            return parts[0]
+        shapes = [parts[i].shape if i in parts else () for i in range(len(names))]
+        if {len(shape) for shape in shapes} != {2} or len({shape[0] for shape in shapes}) > 1 or shapes[1] != shapes[2]:
+            phrases = [
+                f"{self.prefix}{n.replace('*', block)} {shape[::-1]}" for n, shape in zip(names, shapes, strict=True)
+            ]
+            raise CheckpointError(f"{path}: missing arrays or shapes that do not fit together: {', '.join(phrases)}")
+        return np.concatenate([parts[i] for i in range(len(names))], axis=1)
+
+    def write_arrays(self, config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Our parameters in their names and layout."""
+        arrays = {}
+        for ours, array in state.items():
+            pattern, block = split_block(ours)
+            names = self.names[pattern]
+            parts = [array] if len(names) == 1 else np.split(array, find_starts(config), axis=1)
+            for name, part in zip(names, parts, strict=True):
+                full_name = ("" if ours == "lm_head.weight" else self.prefix) + name.replace("*", block)
+                arrays[full_name] = part.T if self.transposed and IS_LINEAR.search(ours) else part
+                if self.biased and not config["bias"] and HAS_BIAS.search(ours):
+                    arrays[full_name.removesuffix("weight") + "bias"] = np.zeros(part.shape[-1], part.dtype)
+        return arrays
+
+
+def split_block(name: str) -> tuple[str, str]:
+    """Split off the number of the block: "h.3.ln_1.weight" -> ("h.*.ln_1.weight", "3")."""
+    match = re.search(r"(?<=\.)\d+(?=\.)", name)
+    return (name, "") if match is None else (f"{name[: match.start()]}*{name[match.end() :]}", match[0])
+
+
+def find_starts(config: Mapping[str, Any]) -> list[int]:
+    """The first columns of keys and of values in c_attn."""
+    width, n_head = config["n_embd"], config["n_head"]
+    return [width, width + width // n_head * (config["n_kv_head"] or n_head)]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The formats
+
+
+def flatten_llama(values: dict[str, Any]) -> dict[str, Any]:
+    """Move the settings of rotary positions to the top, and drop a head_dim that says nothing new."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = rope if isinstance(rope, Mapping) else {"rope_type": rope}
+    width, n_head, head_dim = (values[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if is_integer(n_head) and is_integer(head_dim) and n_head * head_dim == width:
+        head_dim = None
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", values["rope_theta"])
+    return {**values, "rope_theta": theta, "rope_type": rope_type, "head_dim": head_dim}
+
+
+def complete_llama(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Write out what is a default of ours only, and rotary positions as newer programs read them."""
+    return {
+        **theirs,
+        "intermediate_size": theirs["intermediate_size"] or 4 * theirs["hidden_size"],
+        "num_key_value_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": theirs["rope_theta"]},
+    }
+
+
+LAYERS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+GPT_NAMES = ["wte.weight", "wpe.weight", *(f"h.*.{layer}.{part}" for layer in LAYERS for part in ("weight", "bias"))]
+GPT_NAMES += ["ln_f.weight", "ln_f.bias", "lm_head.weight"]
 TANH_GELUS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-ACTIVATIONS = {
-    "gpt2": {**TANH_GELUS, "gelu": "gelu", "relu": "relu"},
-    "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},
+
+GPT2 = Format(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    keys={
+        "vocab_size": Key("vocab_size", 50257),
+        "block_size": Key("n_positions", 1024),
+        "n_layer": Key("n_layer", 12),
+        "n_head": Key("n_head", 12),
+        "n_embd": Key("n_embd", 768),
+        "n_inner": Key("n_inner", None),
+        "dropout": Key("resid_pdrop", 0.1),
+        "activation": Key("activation_function", "gelu_new"),
+        "eps": Key("layer_norm_epsilon", 1e-5),
+        "tie_weights": Key("tie_word_embeddings", True),
+    },
+    dropout_keys=("embd_pdrop", "attn_pdrop"),
+    activations={**TANH_GELUS, "gelu": "gelu", "relu": "relu"},
+    settings={},
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    prefix="transformer.",
+    names={name: (name,) for name in GPT_NAMES},
+)
+
+GPT1_KEYS = {
+    "vocab_size": Key("vocab_size", 40478),
+    "block_size": Key("n_positions", 512),
+    "activation": Key("afn", "gelu"),
 }
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "openai-gpt": "OpenAIGPTLMHeadModel"}
+GPT1 = dataclasses.replace(
+    GPT2,
+    model_type="openai-gpt",
+    architecture="OpenAIGPTLMHeadModel",
+    keys={ours: key for ours, key in GPT2.keys.items() if ours != "n_inner"} | GPT1_KEYS,
+    activations={"gelu": "gelu_tanh", "relu": "relu"},  # the same word as in GPT-2, for another function
+    settings={"norm_first": False},
+    required={},
+    names={**GPT2.names, "wte.weight": ("tokens_embed.weight",), "wpe.weight": ("positions_embed.weight",)},
+)
 
-# The values of transformers for keys that config.json leaves out.
-COMMON: dict[str, Any] = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "layer_norm_epsilon": 1e-5}
-COMMON |= {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt2": {**COMMON, "vocab_size": 50257, "n_positions": 1024, "activation_function": "gelu_new"},
-    "openai-gpt": {**COMMON, "vocab_size": 40478, "n_positions": 512, "afn": "gelu"},
-}
+LLAMA = Format(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    keys={
+        "vocab_size": Key("vocab_size", 32000),
+        "block_size": Key("max_position_embeddings", 2048),
+        "n_layer": Key("num_hidden_layers", 32),
+        "n_head": Key("num_attention_heads", 32),
+        "n_kv_head": Key("num_key_value_heads", None),
+        "n_embd": Key("hidden_size", 4096),
+        "n_inner": Key("intermediate_size", 11008),
+        "activation": Key("hidden_act", "silu"),
+        "eps": Key("rms_norm_eps", 1e-6),
+        "rope_base": Key("rope_theta", 10000.0),
+        "tie_weights": Key("tie_word_embeddings", False),
+    },
+    activations={"silu": "swiglu", "swish": "swiglu"},
+    settings={"norm": "rms", "position": "rotary", "bias": False},
+    required={"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+    | {"rope_type": "default", "head_dim": None},
+    prefix="model.",
+    names={
+        "wte.weight": ("embed_tokens.weight",),
+        "h.*.ln_1.weight": ("layers.*.input_layernorm.weight",),
+        "h.*.attn.c_attn.weight": tuple(f"layers.*.self_attn.{part}_proj.weight" for part in "qkv"),
+        "h.*.attn.c_proj.weight": ("layers.*.self_attn.o_proj.weight",),
+        "h.*.ln_2.weight": ("layers.*.post_attention_layernorm.weight",),
+        "h.*.mlp.c_gate.weight": ("layers.*.mlp.gate_proj.weight",),
+        "h.*.mlp.c_fc.weight": ("layers.*.mlp.up_proj.weight",),
+        "h.*.mlp.c_proj.weight": ("layers.*.mlp.down_proj.weight",),
+        "ln_f.weight": ("norm.weight",),
+        "lm_head.weight": ("lm_head.weight",),
+    },
+    transposed=True,
+    biased=False,
+    flatten=flatten_llama,
+    complete=complete_llama,
+)
 
-# Settings of GPT-2 that change the computation, with the only value that is supported.
-FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-
-# Settings of a `GPTConfig` and their names in config.json.
-KEYS = {"vocab_size": "vocab_size", "block_size": "n_positions", "n_layer": "n_layer", "n_head": "n_head"}
-KEYS |= {"n_embd": "n_embd", "n_inner": "n_inner", "dropout": "resid_pdrop", "eps": "layer_norm_epsilon"}
-KEYS |= {"tie_weights": "tie_word_embeddings"}
-# Together with settings that are expressed in other ways. Every other setting must have its default value.
-EXPRESSED = {*KEYS, "bias", "norm_first", "activation"}
+FORMATS = {form.model_type: form for form in (GPT2, GPT1, LLAMA)}
 
 
-def read_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read config.json and model.safetensors: the keywords of a `GPTConfig`, and the arrays under our names.
+# --------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def read_folder(folder: str | os.PathLike[str]) -> Folder:
+    """Read config.json, model.safetensors and, if there is one, generation_config.json.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the folder holds another architecture.
+        CheckpointError: a file is missing or damaged, or the folder holds a model of another kind.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    path = folder / "config.json"
+    theirs = read_json(path)
+    kind = theirs.get("model_type")
+    if kind not in list(FORMATS):
+        raise CheckpointError(f"{path}: model_type is {kind!r}, supported are {', '.join(map(repr, FORMATS))}")
+    settings = FORMATS[kind].read_config(path, theirs)
+    special_ids = {key: value for key, value in theirs.items() if key.endswith("_token_id") and value is not None}
+    generation_path = folder / "generation_config.json"
+    generation_config = read_json(generation_path) if generation_path.exists() else {}
+    try:
+        find_end_ids(special_ids, generation_config)
+    except TypeError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     path = folder / "model.safetensors"
     if not path.exists():
         found = ", ".join(sorted(p.name for p in folder.glob("*model*"))) or "no weights at all"
         raise CheckpointError(f"{path} does not exist; {folder} holds {found}. One safetensors file is expected")
-    return config, rename_arrays(path, load_arrays(path))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json as the keywords of a `GPTConfig`."""
-    path = folder / "config.json"
-    theirs = read_json(path)
-    kind = theirs.get("model_type")
-    if kind not in DEFAULTS:
-        raise CheckpointError(f"{path}: model_type is {kind!r}, supported are {', '.join(map(repr, DEFAULTS))}")
-    values = {**DEFAULTS[kind], **FIXED, **theirs}
-    unsupported = [f"{key} = {values[key]!r}" for key in FIXED if values[key] != FIXED[key]]
-    activation = values["activation_function" if kind == "gpt2" else "afn"]
-    if activation not in ACTIVATIONS[kind]:
-        unsupported.append(f"the activation {activation!r} (known: {', '.join(ACTIVATIONS[kind])})")
-    if unsupported:
-        raise CheckpointError(f"{path} has unsupported settings: {'; '.join(unsupported)}")
-    rates = {key: values[key] for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
-    if len(set(rates.values())) > 1:
-        warnings.warn(f"{path} has several dropout rates, {rates}; ours has one: resid_pdrop", stacklevel=4)
-    settings = {ours: values[theirs] for ours, theirs in KEYS.items()}
-    return {**settings, "norm_first": kind == "gpt2", "activation": ACTIVATIONS[kind][activation]}
-
-
-def rename_arrays(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays under our names, without the mask buffers of older files."""
-    ours: dict[str, np.ndarray] = {}
-    for theirs, array in arrays.items():
-        name = theirs.removeprefix(PREFIX)
-        name = TO_OURS.get(name, name)
-        if MASK_BUFFER.fullmatch(name):
-            continue
-        if name in ours:
-            raise CheckpointError(f"{path} holds {name!r} with and without the prefix {PREFIX!r}")
-        ours[name] = array
-    return ours
+    return Folder(settings, FORMATS[kind].read_arrays(path, load_arrays(path)), special_ids, generation_config)
 
 
 def write_folder(
     folder: str | os.PathLike[str],
-    config: Mapping[str, Any],
+    content: Folder,
     defaults: Mapping[str, Any],
-    state: Mapping[str, np.ndarray],
+    tokenizer: Savable | None = None,
 ) -> None:
-    """Write config.json and model.safetensors, as transformers does, each through a temporary name.
+    """Write config.json, model.safetensors, generation_config.json unless it is empty, and the tokenizer.
 
     Args:
-        config: the settings of a `GPTConfig`.
-        defaults: their default values.
-        state: the parameters by name.
+        defaults: the default values of a `GPTConfig`.
 
     Raises:
-        ValueError: neither GPT-1 nor GPT-2 has this configuration; every unsupported setting is named.
+        ValueError: no format can hold the model; the reasons are given for each. Or the tokenizer has more tokens.
     """
-    kind, theirs = express_config(config, defaults)
+    state = content.arrays
+    config = simplify({**content.settings, "tie_weights": "lm_head.weight" not in state})
+    if tokenizer is not None and tokenizer.vocab_size > config["vocab_size"]:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {config['vocab_size']}")
+    reasons = {kind: form.find_unsupported(config, defaults, state) for kind, form in FORMATS.items()}
+    form = next((FORMATS[kind] for kind, wrong in reasons.items() if not wrong), None)
+    if form is None:
+        lines = [f"{kind}: {'; '.join(wrong)}" for kind, wrong in reasons.items()]
+        raise ValueError("\n  ".join(["no Hugging Face folder can hold this GPT. Use save(path)", *lines]))
+    find_end_ids(content.special_ids, content.generation_config)
+    theirs = {**form.write_config(config), "bos_token_id": None, "eos_token_id": None, **content.special_ids}
     theirs["dtype"] = str(state["wte.weight"].dtype)
-    arrays = {}
-    for name, array in state.items():
-        their_name = TO_GPT1.get(name, name) if kind == "openai-gpt" else name
-        arrays[their_name if name == "lm_head.weight" else PREFIX + their_name] = array
-        if not config["bias"] and HAS_BIAS.search(name):
-            arrays[PREFIX + name.removesuffix("weight") + "bias"] = np.zeros(array.shape[-1], array.dtype)
+    text = to_json(theirs)
+    generation_text = to_json(content.generation_config)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
-        save_arrays(folder / "model.safetensors", arrays, {"format": "pt"})
+        temporary.write_text(text, encoding="utf-8")
+        save_arrays(folder / "model.safetensors", form.write_arrays(config, state), {"format": "pt"})
+        if content.generation_config:
+            with replacing(folder / "generation_config.json") as temporary_generation:
+                temporary_generation.write_text(generation_text, encoding="utf-8")
+        else:
+            Path(folder / "generation_config.json").unlink(missing_ok=True)
+        if tokenizer is not None:
+            tokenizer.save(folder)
 
 
-def express_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the model_type and the config.json for the settings of a `GPTConfig`."""
+def simplify(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings, with the default value wherever it means the same."""
+    config = dict(config)
+    if config["n_inner"] == 4 * config["n_embd"]:
+        config["n_inner"] = None
     if config["n_kv_head"] == config["n_head"]:
-        config = {**config, "n_kv_head": None}
-    kind = "gpt2" if config["norm_first"] else "openai-gpt"
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS[kind].items())}
-    inner, width = config["n_inner"], config["n_embd"]
-    wrong = [
-        f"{name} = {config[name]!r}, not {default!r}"
-        for name, default in defaults.items()
-        if name not in EXPRESSED and config[name] != default
-    ]
-    if config["activation"] not in names:
-        wrong.append(f"activation = {config['activation']!r}, not one of {', '.join(map(repr, names))}")
-    if kind == "openai-gpt" and inner not in (None, 4 * width):
-        wrong.append(f"n_inner = {inner}, not 4 n_embd")
-    if wrong:
-        raise ValueError(f"a Hugging Face {kind!r} folder cannot hold this GPT: {'; '.join(wrong)}. Use save(path)")
-    theirs = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "bos_token_id": None, "eos_token_id": None}
-    theirs |= {their_key: config[key] for key, their_key in KEYS.items() if kind == "gpt2" or key != "n_inner"}
-    theirs |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), config["dropout"])
-    theirs["activation_function" if kind == "gpt2" else "afn"] = names[config["activation"]]
-    return kind, theirs
+        config["n_kv_head"] = None
+    if isinstance(config["position"], Mapping) and config["position"].keys() == {"name", "base"}:
+        config["position"], config["rope_base"] = config["position"].values()
+    return config
+
+
+def find_end_ids(special_ids: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids after which a text ends: eos_token_id of generation_config.json if there is one, else of config.json.
+
+    Raises:
+        TypeError: eos_token_id is neither an id nor a list of ids.
+    """
+    eos = (generation_config or special_ids).get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos]
+    if not all(is_integer(i) for i in ids):
+        raise TypeError(f"eos_token_id must be a token id or a list of token ids, got {eos!r}")
+    return tuple(map(int, ids))
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, default=int) + "\n"  # int: NumPy's integers

@@ -236,6 +236,10 @@ class GPT(Module):
         config: a `GPTConfig`.
         seed: of the initial weights and, through a generator of its own, of dropout; None for different ones each time.
 
+    Attributes:
+        special_ids: bos_token_id, eos_token_id and the like of config.json in a Hugging Face folder.
+        generation_config: generation_config.json of such a folder, {} if there is none. Both are saved again.
+
     Example:
         >>> model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=6), seed=0)
         >>> model([[1, 2, 3]]).shape
@@ -257,6 +261,8 @@ class GPT(Module):
             self.ln_f = make_norm(config)
         shape = config.vocab_size, config.n_embd
         self.lm_head = Head(self.wte.weight if config.tie_weights else normal(shape, STD, rng))
+        self.special_ids: dict[str, Any] = {}
+        self.generation_config: dict[str, Any] = {}
 
     @overload
     def forward(
@@ -333,6 +339,11 @@ class GPT(Module):
         """An empty cache for `forward`."""
         return KVCache(self.config.n_layer)
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids after which a text ends: `eos_token_id` of `generation_config`, or if that is {} of `special_ids`."""
+        return hf.find_end_ids(self.special_ids, self.generation_config)
+
     def loss(self, idx: Any, targets: Any, **options: Any) -> Tensor:
         """The mean cross entropy of `targets`, of the shape of `idx`, in nats.
 
@@ -343,7 +354,7 @@ class GPT(Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], dtype: Any = None) -> Self:
-        """Open a Hugging Face folder of a GPT-1 or GPT-2 (config.json and model.safetensors), in eval mode.
+        """Open a Hugging Face folder of a GPT-1, GPT-2 or Llama (config.json and model.safetensors), in eval mode.
 
         Args:
             dtype: np.float32 or np.float64 to compute in; unless given float64 if the file has that, else float32.
@@ -351,27 +362,34 @@ class GPT(Module):
         Raises:
             CheckpointError: a folder of another architecture, a damaged file, or weights that do not fit.
         """
-        values, arrays = hf.read_folder(folder)
+        content = hf.read_folder(folder)
         if dtype is None:
-            dtype = np.float64 if any(array.dtype == np.float64 for array in arrays.values()) else np.float32
+            dtype = np.float64 if any(a.dtype == np.float64 for a in content.arrays.values()) else np.float32
         try:
-            model = cls(GPTConfig.from_dict(values)).astype(dtype)
-            model.load_state_dict(arrays)
+            model = cls(GPTConfig.from_dict(content.settings)).astype(dtype)
+            model.load_state_dict(content.arrays)
         except ValueError as error:
             raise CheckpointError(f"{os.fspath(folder)}: {error}") from error
+        model.special_ids, model.generation_config = content.special_ids, content.generation_config
         return model.eval()
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: hf.Savable | None = None) -> None:
         """Write a folder that `from_pretrained` and Hugging Face transformers open.
 
-        Layers without a bias are written with a bias of zeros, since those formats have no way to omit it.
+        A GPT-2 or GPT-1 without biases is written with biases of zeros, since those formats have no way to omit them.
+        Whether the head is tied is what the model holds, whatever its configuration says.
+
+        Args:
+            tokenizer: saved into the folder too.
 
         Raises:
-            ValueError: settings that neither GPT-1 nor GPT-2 has (rotary positions, say): use `save`.
+            ValueError: settings or parameters that no format has (ALiBi, say; use `save`), or a tokenizer with more
+                tokens than the model.
         """
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
-        hf.write_folder(folder, self.config.to_dict(), defaults, arrays)
+        content = hf.Folder(self.config.to_dict(), arrays, self.special_ids, self.generation_config)
+        hf.write_folder(folder, content, defaults, tokenizer)
 
 
 def make_norm(config: GPTConfig) -> LayerNorm | RMSNorm:
