@@ -12,7 +12,6 @@ from dataclasses import astuple
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -37,7 +36,7 @@ def two_heads(seed=0, heads=2, causal=True):
     X = tg.Tensor(rng.normal(size=(3, 5)), requires_grad=True, name="X")
     H = []
     for i in range(1, heads + 1):
-        with modes.scope(SimpleNamespace(name=f"head {i}", is_attention=True)):
+        with modes.scope(nn.Scope(f"head {i}", is_attention=True)):
             Q = (X @ parameter(5, 7, f"W_Q{i}")).named(f"Q_{i}")
             K = (X @ parameter(5, 7, f"W_K{i}")).named(f"K_{i}")
             V = (X @ parameter(5, 11, f"W_V{i}")).named(f"V_{i}")
@@ -367,13 +366,25 @@ def test_a_product_with_a_constant_is_no_dropout():
 
 
 def test_a_module_with_a_notation_is_one_step_of_a_formula_however_many_operations_it_takes():
-    model = gpt(n_embd=8, position="rotary")
-    (attention,) = boxes_titled(tg.graph(model(IDS), values=False), "attention")
-    assert "rotate(c_attn[…, 0:8]) @" in " ".join(attention.lines)
-    opened = tg.graph(model(IDS), expand=["h.0", "h.0.attn.position"])
-    assert "Rotary" in [line for cluster in opened.picture.clusters for line in cluster.lines]
-    mha = nn.MultiHeadAttention(8, 2, position="rotary", rng=0)
-    assert boxes(tg.graph(mha.per_head(np.ones((3, 8)))))["Q_1"].lines == ["rotate(input @ W_Q1)"]
+    class Swish(nn.Module):
+        notation = "swish"
+
+        def forward(self, x):
+            return x * ops.sigmoid(x)
+
+    x, swish = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x"), nn.Linear(3, 3)
+    swish.act = Swish()
+    y = swish.act(swish.act(x + 1) @ np.ones((3, 3))).sum()
+    graph = tg.graph(y)
+    assert [(node.title, " ".join(node.lines)) for node in graph.picture.nodes] == [
+        ("x", "input"),
+        ("input", "input"),
+        ("output", "output: sum(swish(swish(x + 1) @ input))"),
+    ]
+    assert arrows(graph) == [("x", "output"), ("input", "output")]
+    assert "sigmoid" in " ".join(titles(tg.graph(y, expand="Swish")))
+    assert len(boxes_titled(tg.graph(y, collapse="act"), "act")) == 1
+    assert "∂L/∂x" in " ".join(titles(tg.graph(y, backward=True)))
 
 
 def test_a_named_table_that_every_block_makes_anew_is_one_input():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -33,8 +33,8 @@ class Scope(NamedTuple):
     """
 
     name: str  # the module's name in its parent, "" at the top
-    kind: str  # its class
-    module: weakref.ref[Module]
+    kind: str = ""  # its class; "" for an entry that is not a module, such as one head
+    module: Callable[[], Module | None] = lambda: None  # a weak reference to it
     notation: str | None = None  # see `Module.notation`
     is_attention: bool = False  # see `Module.is_attention`
     detail: str = ""  # see `Module.detail`

@@ -105,13 +105,15 @@ def frame_node(layout: Layout, frame: Frame, id: str) -> Node:
 def computes_attention(layout: Layout, frame: Frame) -> bool:
     """Whether a module says so, or the operations directly in it do."""
     members = layout.modules.members[frame]
-    return frame.is_attention or any(v.has_kind("attention") or layout.modules.kinds[v] == "attention" for v in members)
+    return frame.scope.is_attention or any(
+        v.has_kind("attention") or layout.modules.kinds[v] == "attention" for v in members
+    )
 
 
 def describe_frame(layout: Layout, frame: Frame) -> str:
     """The class of a closed module and its detail, such as the number of heads, or the few operations that it does."""
-    if getattr(frame.entry, "detail", ""):
-        return f"{frame.kind}, {frame.entry.detail}"
+    if frame.scope.detail:
+        return f"{frame.kind}, {frame.scope.detail}"
     made = sorted((v for v in layout.modules.contents(frame) if v.op), key=layout.run.position.__getitem__)
     steps = [v.op.label for v in made if v.op and v.has_kind("product", "activation")]
     if 1 < len(steps) < 4 and not any(v.has_kind("attention", "distribution") for v in made):
@@ -179,7 +181,7 @@ def joins_repetitions(layout: Layout, source: Value, value: Value) -> bool:
     """Whether an arrow leads from one repetition of a block into another, which ×N says already."""
     if source not in layout.stands_for and value not in layout.stands_for:
         return False
-    around = (layout.modules.frame_of[v].enclosing() for v in (source, value))
+    around = (layout.modules.frame_of[v].enclosing for v in (source, value))
     a, b = ({id(layout.repeats[frame]): frame for frame in frames if frame in layout.repeats} for frames in around)
     return any(b.get(group, frame) is not frame for group, frame in a.items())
 

@@ -41,10 +41,9 @@ def starts_with_formula(layout: Layout, value: Value) -> bool:
 def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> Formula:
     assert value.op is not None
     write_operand = operand_writer(layout, titles)
-    frame = layout.modules.frame_of[value]
-    if frame in layout.atomic:
-        operands = [operand for operand in map(write_operand, layout.inputs(value)) if operand]
-        return Formula(f"{frame.notation}({', '.join(operand.text for operand in operands)})")
+    if value.notation:
+        texts = [operand.text for operand in map(write_operand, value.inputs) if operand]
+        return Formula(f"{value.notation}({', '.join(texts)})")
     call = make_call(value, write_operand)
     if value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind in ("mask", "attention"):
         formula = Formula(f"{call.operand(1).within(PRODUCT)} where allowed", SUM)
@@ -60,7 +59,7 @@ def operand_writer(layout: Layout, titles: dict[Value, str]) -> Callable[[Any], 
     def write_operand(x: Any) -> Formula | None:
         if not isinstance(x, Value):
             return None if x is None else write_constant(x)
-        if x in layout.inlined:
+        if x in layout.inlined and x.op is not None:
             return build_formula(layout, titles, x)
         return Formula(shorten(titles[x], LONGEST_OPERAND), kind=x.op.kind if x.op else "")
 

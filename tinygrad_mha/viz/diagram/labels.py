@@ -81,12 +81,11 @@ def describe_unnamed(layout: Layout, value: Value) -> str:
         roles = (weight_role(value, user) for user in layout.run.users[value][:1])
         return qualify(layout, value, next(filter(None, roles), "parameter"))
     core = value
-    while is_foldable(layout, core) and layout.inputs(core)[0] in layout.inlined:
-        core = layout.inputs(core)[0]
-    named_after = value if is_foldable(layout, core) else core  # a scaled matmul is called matmul
+    while is_foldable(core) and core.sources[0] in layout.inlined:
+        core = core.sources[0]
+    named_after = value if is_foldable(core) else core  # a scaled matmul is called matmul
     assert named_after.op is not None
-    frame = layout.modules.frame_of[named_after]
-    return str(frame.notation) if frame in layout.atomic else named_after.op.name
+    return named_after.notation or named_after.op.name
 
 
 def is_plus(layout: Layout, value: Value) -> bool:
@@ -95,7 +94,7 @@ def is_plus(layout: Layout, value: Value) -> bool:
         return False
     if len(value.sources) != 2 or any(layout.modules.kinds[source] == "parameter" for source in value.sources):
         return False
-    return not (value in layout.tables or layout.options.separate or layout.inlined.intersection(layout.inputs(value)))
+    return not (value in layout.tables or layout.options.separate or layout.inlined.intersection(value.sources))
 
 
 def frame_title(layout: Layout, frame: Frame) -> str:

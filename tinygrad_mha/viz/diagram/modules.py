@@ -8,74 +8,54 @@ frame that holds all of its users, so that W_Q1 stands in "head 1". Inputs stand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tinygrad_mha.nn.module import Module, walk
-from tinygrad_mha.primitives import Primitive
+from tinygrad_mha.nn.module import Module, Scope, walk
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.diagram.picture import Kind
-from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Run, Value
+from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Run, Value, as_run
 from tinygrad_mha.viz.diagram.roles import decide_kind, weight_role
 
-__all__ = ["Frame", "Modules", "Pattern", "arrange_modules", "entry_key", "matches"]
+__all__ = ["Frame", "Modules", "Pattern", "arrange_modules", "contract_modules", "entry_key", "matches"]
 
 Pattern = str | Callable[[str], bool]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Frame:
     """A module of the run, or another entry that was pushed with `modes.scope`."""
 
-    entry: Any
+    scope: Scope
     parent: Frame | None
     forward: Frame | None = None  # in the backward pass: the frame whose gradients are in here
 
     @property
     def name(self) -> str:
-        return str(getattr(self.entry, "name", self.entry))
-
-    @property
-    def is_module(self) -> bool:
-        return hasattr(self.entry, "module")
+        return self.scope.name
 
     @property
     def kind(self) -> str:
         """The class of a module; "" for other entries."""
-        return str(self.entry.kind) if self.is_module else ""
-
-    @property
-    def notation(self) -> str | None:
-        """How formulas write the module: "dropout" for dropout(x)."""
-        return getattr(self.entry, "notation", None)
-
-    @property
-    def is_attention(self) -> bool:
-        """Whether a module, or a primitive that is drawn as its composition, says that it computes attention."""
-        if isinstance(self.entry, Primitive):
-            return self.entry.kind == "attention"
-        return getattr(self.entry, "is_attention", False)
+        return self.scope.kind
 
     @property
     def module(self) -> Module | None:
         """The module; None if it was freed or the entry is not a module."""
-        return self.entry.module() if self.is_module else None
+        return self.scope.module()
 
     @property
     def path(self) -> str:
-        return ".".join(frame.name for frame in reversed(list(self.enclosing())) if frame.name)
+        return ".".join(frame.name for frame in reversed(self.enclosing) if frame.name)
 
     @property
-    def depth(self) -> int:
-        return len(list(self.enclosing())) - 1
-
-    def enclosing(self) -> Iterable[Frame]:
+    def enclosing(self) -> list[Frame]:
         """This frame and all frames around it, inner ones first."""
-        frame: Frame | None = self
-        while frame is not None:
-            yield frame
-            frame = frame.parent
+        frames = [self]
+        while frames[-1].parent is not None:
+            frames.append(frames[-1].parent)
+        return frames
 
 
 @dataclass(frozen=True)
@@ -109,30 +89,91 @@ class Modules:
         return [value for inner in self.inside(frame) for value in self.members[inner]]
 
 
-@dataclass
 class FrameTree:
     """The frames that were entered so far."""
 
-    root: Frame = field(default_factory=lambda: Frame("", None))
-    children: dict[Frame, list[Frame]] = field(default_factory=dict)
-    known: dict[Any, Frame] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.children[self.root] = []
+    def __init__(self) -> None:
+        self.root = Frame(Scope(""), None)
+        self.children: dict[Frame, list[Frame]] = {self.root: []}
+        self._known: dict[Any, Frame] = {}
 
     def enter(self, parent: Frame, entry: Any, forward: Frame | None = None) -> Frame:
-        key = (parent, entry_key(entry))
-        if key not in self.known:
-            frame = self.known[key] = Frame(entry, parent, forward)
+        """The frame of a scope entry, which is added if it is new."""
+        key = parent, entry_key(entry)
+        if key not in self._known:
+            scope = entry if isinstance(entry, Scope) else Scope(str(entry))
+            frame = self._known[key] = Frame(scope, parent, forward)
             self.children[parent].append(frame)
             self.children[frame] = []
-        return self.known[key]
+        return self._known[key]
 
     def enter_all(self, scope: Sequence[Any]) -> Frame:
         frame = self.root
         for entry in scope:
             frame = self.enter(frame, entry)
         return frame
+
+
+def entry_key(entry: Any) -> tuple[str, int]:
+    """What makes two scope entries the same frame: name and module. The weak reference outlives its module."""
+    return str(getattr(entry, "name", entry)), id(getattr(entry, "module", None))
+
+
+def list_inside(children: dict[Frame, list[Frame]], frame: Frame) -> list[Frame]:
+    """A frame and all frames in it, outer ones first."""
+    found, stack = [], [frame]
+    while stack:
+        found.append(stack.pop())
+        stack.extend(reversed(children[found[-1]]))
+    return found
+
+
+def matches(frame: Frame, patterns: Sequence[Pattern]) -> bool:
+    """Whether a pattern means this frame: its path from any enclosing module down, its class, or a predicate."""
+    if frame.parent is None or not patterns:
+        return False
+    path = frame.path
+    paths = [path, *(path[len(outer.path) + 1 :] for outer in frame.enclosing[1:-1])]
+    return any(
+        pattern(path) if callable(pattern) else pattern == frame.kind or any(fnmatchcase(p, pattern) for p in paths)
+        for pattern in patterns
+    )
+
+
+def contract_modules(run: Run, opened: Sequence[Pattern]) -> Run:
+    """Make one step of each call of a module that has a notation, such as dropout(x), unless a pattern opens it.
+
+    The values inside of the call are left out, its result is made from what entered it. If the backward pass is drawn
+    and needs them, the call stays as it is.
+    """
+    tree = FrameTree()
+    frames = {value: tree.enter_all(value.scope) for value in run.values}
+    contracted = {f for f in tree.children if f.scope.notation and not matches(f, opened)}
+    recalled = {v for value in run.values if value.backward for v in (*value.sources, *value.gradient_of)}
+    left_out: set[Value] = set()
+    for value in run.values:
+        frame = frames[value]
+        is_result = value in run.roots or any(frames[user] is not frame for user in run.users[value])
+        if value.op is None or value.backward or frame not in contracted or not is_result:
+            continue
+        inside: set[Value] = set()
+        entered: dict[Value, None] = {}
+        stack = [value]
+        while stack:
+            for source in stack.pop().sources:
+                if source.op is None or source.notation or frames[source] is not frame:
+                    entered[source] = None
+                elif source not in inside:
+                    inside.add(source)
+                    stack.append(source)
+        if not inside & recalled:
+            left_out |= inside
+            value.inputs, value.notation, value.scope = tuple(entered), frame.scope.notation, value.scope[:-1]
+    return as_run((value for value in run.values if value not in left_out), run.roots)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What belongs to each frame
 
 
 def arrange_modules(run: Run) -> Modules:
@@ -161,22 +202,7 @@ def arrange_modules(run: Run) -> Modules:
     return replace(modules, parameters={frame: describe_parameters(modules, frame) for frame in tree.children})
 
 
-def list_inside(children: dict[Frame, list[Frame]], frame: Frame) -> list[Frame]:
-    """A frame and all frames in it, outer ones first."""
-    found, stack = [], [frame]
-    while stack:
-        frame = stack.pop()
-        found.append(frame)
-        stack.extend(reversed(children[frame]))
-    return found
-
-
-def entry_key(entry: Any) -> tuple[str, int]:
-    """What makes two scope entries the same frame: name and module. The weak reference outlives its module."""
-    return str(getattr(entry, "name", entry)), id(getattr(entry, "module", None))
-
-
-def find_owners(frames: Sequence[Frame]) -> dict[int, tuple[Frame, str]]:
+def find_owners(frames: Iterable[Frame]) -> dict[int, tuple[Frame, str]]:
     """For each leaf tensor that a living module of the run holds, by id: the innermost such frame, and its name there.
 
     A leaf that two modules share belongs to the first of them.
@@ -186,7 +212,7 @@ def find_owners(frames: Sequence[Frame]) -> dict[int, tuple[Frame, str]]:
         for name, tensor in walk(frame.module):
             if isinstance(tensor, Tensor) and tensor.node is None:
                 known = owners.get(id(tensor))
-                if known is None or (known[0] is not frame and known[0] in frame.enclosing()):
+                if known is None or (known[0] is not frame and known[0] in frame.enclosing):
                     owners[id(tensor)] = frame, name
     return owners
 
@@ -195,22 +221,19 @@ def place_leaf(run: Run, leaf: Value, kinds: dict[Value, Kind], frame_of: dict[V
     """The frame of a leaf without a known owner."""
     users = run.users[leaf]
     for user in users:
-        if kinds[leaf] == "parameter" and frame_of[user].is_module and weight_role(leaf, user):
+        if kinds[leaf] == "parameter" and frame_of[user].kind and weight_role(leaf, user):
             return frame_of[user]
-    common = list(frame_of[users[0]].enclosing())
-    for user in users[1:]:
-        around = set(frame_of[user].enclosing())
-        common = [frame for frame in common if frame in around]
-    return common[0]
+    around = set.intersection(*(set(frame_of[user].enclosing) for user in users))
+    return next(frame for frame in frame_of[users[0]].enclosing if frame in around)
 
 
 def find_entrance(tree: FrameTree, frame_of: dict[Value, Frame]) -> Frame:
     """Where inputs stand: outside of all modules, unless one module is the frame of the whole picture."""
     outermost = tree.children[tree.root]
-    frame = outermost[0] if outermost and outermost[0].entry == FORWARD else tree.root
+    frame = outermost[0] if outermost and outermost[0].name == FORWARD else tree.root
     inner = tree.children[frame]
     computes = any(value.op is not None and frame_of[value] is frame for value in frame_of)
-    return inner[0] if len(inner) == 1 and inner[0].is_module and not computes else frame
+    return inner[0] if len(inner) == 1 and inner[0].kind and not computes else frame
 
 
 def mirror_forward(tree: FrameTree) -> dict[Frame, Frame]:
@@ -219,34 +242,17 @@ def mirror_forward(tree: FrameTree) -> dict[Frame, Frame]:
     mirrored = {tree.root: tree.root, half: tree.enter(tree.root, BACKWARD)}
     for frame in list_inside(tree.children, half)[1:]:
         assert frame.parent is not None
-        mirrored[frame] = tree.enter(mirrored[frame.parent], frame.entry, frame)
+        mirrored[frame] = tree.enter(mirrored[frame.parent], frame.scope, frame)
     return mirrored
 
 
 def describe_parameters(modules: Modules, frame: Frame) -> str:
     """How many numbers the parameters in a frame hold, or to which module they are tied; "" if there are none."""
     contents = modules.contents(frame)
-    if frame.parent is None or frame.entry in (FORWARD, BACKWARD) or any(value.backward for value in contents):
+    if frame.parent is None or frame.name in (FORWARD, BACKWARD) or any(value.backward for value in contents):
         return ""
     n = sum(v.array.size for v in contents if v.op is None and modules.kinds[v] == "parameter")
-    if n or not frame.is_module:
+    if n or not frame.kind:
         return f"{n:,} parameter{'s' * (n != 1)}" if n else ""
     used = (modules.frame_of[s] for v in contents for s in v.sources if modules.kinds[s] == "parameter")
-    around = set(frame.enclosing())
-    return next((f"tied to {owner.name}" for owner in used if owner not in around), "")
-
-
-def matches(frame: Frame, patterns: Sequence[Pattern]) -> bool:
-    """Whether a pattern means this frame: its path from any enclosing module down, its class, or a predicate."""
-    if frame.parent is None:
-        return False
-    path = frame.path
-    names = [outer.path for outer in frame.enclosing() if outer.parent is not None]
-    paths = [path, *(path[len(outer) + 1 :] for outer in names[1:])]
-    for pattern in patterns:
-        if callable(pattern):
-            if pattern(path):
-                return True
-        elif pattern == frame.kind or any(pattern == p or fnmatchcase(p, pattern) for p in paths):
-            return True
-    return False
+    return next((f"tied to {owner.name}" for owner in used if owner not in frame.enclosing), "")

@@ -17,18 +17,29 @@ import numpy as np
 
 from tinygrad_mha import engine
 from tinygrad_mha.modes import STATE, State
+from tinygrad_mha.nn.module import Scope
 from tinygrad_mha.notation import is_range
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
 
-__all__ = ["BACKWARD", "DATA_ROLES", "FORWARD", "RESHAPING", "Run", "Value", "record_backward", "record_forward"]
+__all__ = [
+    "BACKWARD",
+    "DATA_ROLES",
+    "FORWARD",
+    "RESHAPING",
+    "Run",
+    "Value",
+    "as_run",
+    "record_backward",
+    "record_forward",
+]
 
 FORWARD, BACKWARD = "forward", "backward"  # the outermost frames of a picture that shows both passes
 RESHAPING = ("movement", "index")  # kinds of primitives that rearrange or select numbers and compute none
 DATA_ROLES = ("data", "weight", "bias", "ids", "targets")  # a plain array in one of these roles is drawn
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Value:
     """A tensor, or a plain array that an operation was given: what made it, and from what."""
 
@@ -43,6 +54,7 @@ class Value:
     backward: bool = False  # computed by the backward pass that is part of the picture
     gradient_of: list[Value] = field(default_factory=list)  # the forward values whose gradient this is
     rule_of: Primitive | None = None  # in the backward pass: the primitive whose derivative rule computed this
+    notation: str | None = None  # how formulas write the module that made this: "dropout"; see `contract_modules`
 
     @property
     def sources(self) -> list[Value]:
@@ -54,8 +66,8 @@ class Value:
         return self.tensor is not None and self.tensor.requires_grad
 
     def has_kind(self, *kinds: str) -> bool:
-        """Whether an operation of one of these kinds made the value."""
-        return self.op is not None and self.op.kind in kinds
+        """Whether a primitive of one of these kinds made the value."""
+        return self.op is not None and self.notation is None and self.op.kind in kinds
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ def record_forward(roots: Iterable[Tensor], opens: Callable[[Primitive], bool] =
     """The run that made `roots`. A fused primitive for which `opens` is true is replaced by its composition."""
     roots = list(roots)
     values = collect(roots, opens)
-    return as_run(values, roots)
+    return as_run(values.values(), [values[tensor_key(root)] for root in roots])
 
 
 def record_backward(y: Tensor) -> Run:
@@ -131,18 +143,18 @@ def record_backward(y: Tensor) -> Run:
         value.scope = (BACKWARD if value.backward else FORWARD, *value.scope)
     for tensor, gradient in pairs:
         values[tensor_key(gradient)].gradient_of.append(values[tensor_key(tensor)])
-    return as_run(values, [y])
+    return as_run(values.values(), [values[tensor_key(y)]])
 
 
-def as_run(values: dict[Any, Value], roots: Sequence[Tensor]) -> Run:
-    ordered = list(values.values())
+def as_run(values: Iterable[Value], roots: Sequence[Value]) -> Run:
+    """The run of these values, which stand in the order of the computation."""
+    ordered = list(values)
     users: dict[Value, list[Value]] = {value: [] for value in ordered}
     for value in ordered:
         for source in value.sources:
             if source.backward == value.backward:
                 users[source].append(value)
-    position = {value: i for i, value in enumerate(ordered)}
-    return Run(ordered, [values[tensor_key(root)] for root in roots], users, position)
+    return Run(ordered, roots, users, {value: i for i, value in enumerate(ordered)})
 
 
 def collect(
@@ -240,7 +252,8 @@ def run_composition(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
     operands = [x if isinstance(x, Tensor) else a for x, a in zip(node.inputs, node.arrays, strict=True)]
 
     def run() -> Any:
-        STATE.set(State(grad=tensor.requires_grad, record=True, scope=(*node.scope, node.op)))
+        entry = Scope(node.op.name, is_attention=node.op.kind == "attention")
+        STATE.set(State(grad=tensor.requires_grad, record=True, scope=(*node.scope, entry)))
         return composition(*operands, **node.kwargs)
 
     start = engine.tick()

@@ -52,7 +52,7 @@ def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
         return False
     if any(weight_role(used, user) for used, user in uses):
         return True
-    if all(any(frame.module for frame in frame_of[user].enclosing()) for user in run.users[leaf]):
+    if all(any(frame.module for frame in frame_of[user].enclosing) for user in run.users[leaf]):
         return False
     dependents = find_dependents(run, leaf)
     return any(user.has_kind(*ELEMENTWISE) and not dependents.issuperset(user.sources) for _, user in uses)
@@ -102,5 +102,5 @@ def is_attention_weights(value: Value, frame_of: dict[Value, Frame]) -> bool:
         return False
     if value.rule_of is not None and value.rule_of.kind == "attention":
         return True
-    frames = (frame for frame in frame_of[value].enclosing() if frame.is_module or frame.is_attention)
-    return any(frame.is_attention for frame in list(frames)[:1])
+    frames = (frame for frame in frame_of[value].enclosing if frame.kind or frame.scope.is_attention)
+    return next((frame.scope.is_attention for frame in frames), False)

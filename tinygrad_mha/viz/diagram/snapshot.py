@@ -25,7 +25,7 @@ from tinygrad_mha.viz.diagram.diff import compare_pictures
 from tinygrad_mha.viz.diagram.dot import fit, to_dot
 from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Layout, Options, make_layout
 from tinygrad_mha.viz.diagram.labels import choose_titles
-from tinygrad_mha.viz.diagram.modules import Modules, Pattern, arrange_modules, entry_key, matches
+from tinygrad_mha.viz.diagram.modules import Modules, Pattern, arrange_modules, contract_modules, entry_key, matches
 from tinygrad_mha.viz.diagram.picture import Picture
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
 
@@ -179,6 +179,8 @@ def graph(
         raise ValueError(f"backward=True draws one output, got {len(roots)}")
     run = record_backward(roots[0]) if backward else record_forward(roots, lambda op: op.name in options.expand)
     rename(run, {**keys, **(names or {})})
+    if fold and ops == "folded":
+        run = contract_modules(run, (*options.collapse, *options.expand))
     modules = arrange_modules(run)
     check_patterns(run, modules, options)
     layout = make_layout(run, modules, options)
@@ -288,7 +290,7 @@ def check_size(layout: Layout, max_nodes: int | None) -> None:
 
 def find_fitting_depth(layout: Layout, max_nodes: int) -> int | None:
     """The largest depth at which there are no more than `max_nodes` boxes."""
-    for depth in range(max(frame.depth for frame in layout.modules.members) - 1, -1, -1):
+    for depth in range(max(len(frame.enclosing) - 1 for frame in layout.modules.members) - 1, -1, -1):
         options = replace(layout.options, depth=depth)
         if len(make_layout(layout.run, arrange_modules(layout.run), options).boxes) <= max_nodes:
             return depth

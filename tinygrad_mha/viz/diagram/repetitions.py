@@ -1,0 +1,127 @@
+"""Which frames repeat their neighbour, and are drawn once with ×N."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinygrad_mha.viz.diagram.modules import Frame, Modules, Pattern, matches
+from tinygrad_mha.viz.diagram.record import Value
+
+__all__ = ["find_drawn", "fold_repetitions"]
+
+LEAST_REPETITIONS = 3
+
+Repeats = dict[Frame, list[Frame]]
+StandsFor = dict[Value, Value]
+
+
+def fold_repetitions(modules: Modules, expand: Sequence[Pattern]) -> tuple[Modules, Repeats, StandsFor]:
+    """Find neighbours that compute the same, such as the blocks of a network and its heads, and keep the first of them.
+
+    Returns the modules without the others, and the `repeats` and `stands_for` of a `Layout`.
+    """
+    children: dict[Frame, list[Frame]] = {}
+    repeats: Repeats = {}
+    stands_for: StandsFor = {}
+    queue = deque([modules.root])  # frames before those in them, and the forward pass before the backward pass
+    while queue:
+        parent = queue.popleft()
+        children[parent] = []
+        for group in group_equals(modules, parent, expand, repeats, stands_for):
+            if len(group) < LEAST_REPETITIONS:
+                children[parent] += group
+                continue
+            children[parent].append(group[0])
+            repeats |= dict.fromkeys(group, group)
+            for other in group[1:]:
+                stands_for |= dict(zip(modules.contents(other), modules.contents(group[0]), strict=True))
+        queue += children[parent]
+    return replace(modules, children=children), repeats, stands_for
+
+
+class Part(NamedTuple):
+    """A frame that may repeat its neighbour: what it computes, from which values outside of it."""
+
+    frame: Frame
+    key: Any
+    outside: list[Value]
+    contents: set[Value]
+
+
+def group_equals(
+    modules: Modules, parent: Frame, expand: Sequence[Pattern], repeats: Repeats, stands_for: StandsFor
+) -> list[list[Frame]]:
+    """Neighbouring frames in groups of those that compute the same from the same, or each from the result of the last.
+
+    Heads that share keys and values with some of their neighbours only are in different groups: an arrow from or to the
+    box of a group holds for all of its members.
+    """
+    groups: list[list[Frame]] = []
+    last = None
+    for frame in modules.children[parent]:
+        expanded = tuple(matches(inner, expand) for inner in modules.inside(frame))
+        contents = modules.contents(frame)
+        steps, outside = fingerprint(contents)
+        part = Part(frame, object() if expanded[0] else (frame.kind, expanded, steps), outside, set(contents))
+        if last is not None and continues(last, part, repeats, stands_for):
+            groups[-1].append(frame)
+        else:
+            groups.append([frame])
+        last = part
+    return groups
+
+
+def continues(last: Part, part: Part, repeats: Repeats, stands_for: StandsFor) -> bool:
+    """Whether `part` computes the same as its neighbour, from corresponding values."""
+    if part.key != last.key:
+        return False
+    a, b = last.frame.forward, part.frame.forward
+    is_mirror = a in repeats and b in repeats and repeats[a] is repeats[b]
+    return all(
+        find_drawn(a, stands_for) is find_drawn(b, stands_for)
+        or b in last.contents
+        or a in part.contents
+        or (is_mirror and not a.backward)  # compared in the forward pass
+        for a, b in zip(last.outside, part.outside, strict=True)
+    )
+
+
+def fingerprint(contents: Sequence[Value]) -> tuple[Any, list[Value]]:
+    """The operations, shapes and operands without names and numbers; and the operands from outside."""
+    index: dict[Value, Any] = {value: i for i, value in enumerate(contents)}
+    outside: list[Value] = []
+
+    def describe_option(name: str, option: Any) -> Any:
+        return name, np.shape(option) if isinstance(option, np.ndarray) else str(option)
+
+    def describe_operand(x: Any) -> Any:
+        if not isinstance(x, Value):
+            return np.shape(x) or x
+        if x not in index:
+            index[x] = "outside", len(outside)
+            outside.append(x)
+        return index[x]
+
+    steps = tuple(
+        (
+            value.notation or (value.op.name if value.op else "leaf"),
+            value.array.shape,
+            value.array.dtype.str,
+            () if value.has_kind("index") else tuple(describe_option(*item) for item in value.kwargs.items()),
+            tuple(map(describe_operand, value.inputs)),
+        )
+        for value in contents
+    )
+    return steps, outside
+
+
+def find_drawn(value: Value, stands_for: StandsFor) -> Value:
+    """The value itself, or the one that is drawn in its place."""
+    while value in stands_for:
+        value = stands_for[value]
+    return value
