@@ -144,6 +144,30 @@ def test_the_id_that_pads_is_an_ordinary_token_in_a_prompt(model):
     assert len({tuple(row[-6:]) for row in ids}) == 5
 
 
+class Bigram(tg.nn.Module):
+    """A user's own language model: no cache, no positions, logits from the last token alone."""
+
+    def __init__(self, rng):
+        self.config = tg.nn.GPTConfig(7, 5, 1, 1, 1)
+        self.table = tg.Tensor(rng.standard_normal((7, 7)), requires_grad=True)
+
+    def forward(self, idx, last_only=False):
+        return self.table[idx[:, -1:] if last_only else idx]
+
+
+def test_any_module_that_returns_logits_can_generate(rng):
+    model = Bigram(rng)
+    expected = [3]
+    for _ in range(5):
+        expected.append(int(model.table.numpy()[expected[-1]].argmax()))
+    for options in ({}, {"use_cache": False}, {"beam": 2}):
+        ids = generate(model, [3], 5, **({"temperature": 0} | options))
+        assert ids.shape == (1, 6)
+        if "beam" not in options:
+            np.testing.assert_array_equal(ids, [expected])
+    assert list(stream(model, [3], 5, temperature=0)) == expected[1:]
+
+
 def test_rows_of_equal_length_are_an_array_and_others_a_list(model):
     same = generate(model, [[1, 2], [3, 4], [5, 6]], 3, seed=0)
     assert same.shape == (3, 5)

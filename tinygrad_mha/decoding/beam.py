@@ -115,7 +115,7 @@ def beam_search(
         raise ValueError(f"start must be a row of at least one id, got {prefix!r}")
     ends = end if callable(end) else lambda tokens: tokens[-1] == end
     prefixes, logs = prefix[None], np.zeros((1, 0))  # the ids of each beginning, and the log-probabilities of new ones
-    at = [-1]  # the node of each beginning
+    row_nodes = [-1]  # the last node of each beginning
     parents = np.zeros(1, np.int64)
     nodes: list[Node] = []
     ended: list[Hypothesis] = []
@@ -127,8 +127,8 @@ def beam_search(
         prefixes = np.concatenate([prefixes[parents], tokens[:, None]], axis=1)
         logs = np.concatenate([logs[parents], table.ravel()[chosen, None]], axis=1)
         done = np.array([n == max_new_tokens or bool(ends(row[len(prefix) :])) for row in prefixes])
-        fates = {int(flat): ENDED if over else KEPT for flat, over in zip(chosen, done, strict=True)}
-        index = add_nodes(nodes, totals, at, fates, beam)
+        fates = {int(flat): ENDED if ended_here else KEPT for flat, ended_here in zip(chosen, done, strict=True)}
+        index = add_nodes(nodes, totals, row_nodes, fates, beam)
         for i in np.flatnonzero(done):
             node = index[int(chosen[i])]
             total = nodes[node].log_probability
@@ -136,7 +136,7 @@ def beam_search(
             ended.append(Hypothesis(prefixes[i, len(prefix) :], logs[i], total, score, node))
         if done.all():
             break
-        at = [index[int(flat)] for flat in chosen[~done]]
+        row_nodes = [index[int(flat)] for flat in chosen[~done]]
         prefixes, logs, parents = prefixes[~done], logs[~done], parents[~done]
     return Beams(sorted(ended, key=lambda found: (-found.score, len(found.tokens), found.tokens.tolist())), nodes)
 
@@ -149,11 +149,16 @@ def check_length_penalty(value: Any) -> None:
 
 def find_best(totals: np.ndarray, n: int) -> np.ndarray:
     """The indices of the `n` largest numbers, the largest first, without those of -inf. Ties: lowest index first."""
-    order = np.argsort(-totals, kind="stable")[:n]
-    return order[totals[order] > -np.inf]
+    candidates = np.arange(len(totals))
+    if n < len(totals):  # sort only what is not smaller than the n-th largest number
+        candidates = candidates[totals >= np.partition(totals, -n)[-n]]
+    best = candidates[np.argsort(-totals[candidates], kind="stable")][:n]
+    return best[totals[best] > -np.inf]
 
 
-def add_nodes(nodes: list[Node], totals: np.ndarray, at: list[int], fates: dict[int, str], beam: int) -> dict[int, int]:
+def add_nodes(
+    nodes: list[Node], totals: np.ndarray, row_nodes: list[int], fates: dict[int, str], beam: int
+) -> dict[int, int]:
     """Append the `beam` best continuations of every beginning to `nodes`, which include all those in `fates`.
 
     `fates` maps flat indices into `totals` to what became of these continuations; the result maps them to their nodes.
@@ -163,7 +168,7 @@ def add_nodes(nodes: list[Node], totals: np.ndarray, at: list[int], fates: dict[
         for token in find_best(line, beam).tolist():
             flat = row * totals.shape[1] + token
             index[flat] = len(nodes)
-            nodes.append(Node(token, float(line[token]), at[row], fates.get(flat, DROPPED)))
+            nodes.append(Node(token, float(line[token]), row_nodes[row], fates.get(flat, DROPPED)))
     return index
 
 
