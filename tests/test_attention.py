@@ -1,4 +1,4 @@
-"""Attention computes the formula, says what it cannot take, and lets every matrix and its gradient be seen."""
+"""Attention computes its formula, refuses bad input with a reason, and exposes every matrix and its gradient."""
 
 import itertools
 import math
@@ -181,7 +181,7 @@ def test_any_other_shape_of_key_allow_is_refused(rng, shape):
         nn.attention(*qkv(rng), key_allow=np.ones(shape, bool))
 
 
-def test_a_mask_with_heads_is_refused_where_the_scores_have_none(rng):
+def test_a_mask_with_heads_is_refused_for_scores_without_heads(rng):
     q, k, v = qkv(rng, (B,))
     with pytest.raises(ValueError, match=r"does not fit B = 2, T_q = 5, T_k = 7\. Accepted"):
         nn.attention(q, k, v, allow=np.ones((B, H, T_Q, T_K), bool))
@@ -247,7 +247,7 @@ def test_masked_scores_are_excluded_exactly_however_large_they_are(rng):
     close(y, by_hand(q, k, v, allow))
 
 
-def test_a_query_that_may_see_nothing_gets_zeros_and_sends_back_zeros(rng):
+def test_a_query_that_may_attend_to_nothing_gets_zeros_and_zero_gradients(rng):
     q, k, v = qkv(rng)
     allow = np.ones((T_Q, T_K), bool)
     allow[2] = False
@@ -269,7 +269,7 @@ def test_everything_masked_gives_zeros_with_zero_gradients(rng):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-def test_what_stands_in_keys_that_no_query_may_see_reaches_nothing(rng, poison):
+def test_keys_and_values_that_no_query_may_attend_to_have_no_effect(rng, poison):
     q, k, v = qkv(rng)
     key_allow = np.ones((B, T_K), bool)
     key_allow[1, 4:] = False
@@ -284,7 +284,7 @@ def test_what_stands_in_keys_that_no_query_may_see_reaches_nothing(rng, poison):
     assert not k.grad[1, :, 4:].any()
 
 
-def test_padding_and_a_window_that_leaves_rows_empty_harm_nothing_else(rng):
+def test_rows_that_padding_and_a_window_leave_empty_do_not_affect_others(rng):
     mha = nn.MultiHeadAttention(8, 2, rng=0).astype(np.float64)
     x = Tensor(rng.standard_normal((2, 4, 8)), requires_grad=True)
     window = np.eye(4, dtype=bool) | np.eye(4, k=-1, dtype=bool)
@@ -353,7 +353,7 @@ def test_operands_that_do_not_fit_are_named_with_their_shapes(shapes, message):
         nn.attention(*map(np.zeros, shapes))
 
 
-def test_keep_multiplies_the_weights_and_must_broadcast_to_them(rng):
+def test_keep_mask_multiplies_the_weights_and_must_broadcast_to_them(rng):
     q, k, v = qkv(rng)
     keep = rng.random((B, H, T_Q, T_K)) < 0.5
     y, trace = nn.attention(q, k, v, keep_mask=keep, trace=True)
@@ -612,7 +612,7 @@ def test_dropout_differs_between_train_and_eval_only(rng):
         ({"d_v": True}, "d_v must be an integer"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(arguments, message):
+def test_invalid_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         nn.MultiHeadAttention(**{"d_model": 5, "n_head": 2, **arguments})
 
@@ -682,7 +682,7 @@ def test_without_masks_the_masked_scores_are_the_scores(rng):
     assert trace.masked is trace.scores
 
 
-def test_tracing_changes_no_number(rng):
+def test_tracing_does_not_change_the_result(rng):
     mha = randomised(nn.MultiHeadAttention(5, 3, d_k=7), rng)
     x = rng.standard_normal((T_Q, 5))
     close(mha(x, causal=True), mha(x, causal=True, trace=True)[0].data, 0)
@@ -820,7 +820,7 @@ def test_a_relative_bias_is_looked_up_by_distance_and_added_to_the_scaled_scores
         ({"num_buckets": 8, "max_distance": 7}, "max_distance must be an integer of at least 8, got 7"),
     ],
 )
-def test_relative_settings_that_cannot_be_are_refused(settings, message):
+def test_invalid_settings_of_relative_positions_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         nn.Relative(**settings)
 
@@ -848,7 +848,7 @@ def test_one_relative_scheme_makes_separate_tables_unless_it_has_one(rng):
     np.testing.assert_array_equal(shared(x).data, a(x).data)
 
 
-def test_a_scheme_of_a_persons_own_is_one_class(rng):
+def test_a_user_defined_scheme_is_one_class(rng):
     """Scores rise by one for each step that a key is nearer to the first token."""
 
     class Backwards(nn.Position):
@@ -870,7 +870,7 @@ def test_an_empty_batch_passes():
     assert mha(x, **masks).shape == mha.per_head(x, **masks).shape == (0, 3, 5)
 
 
-def test_positions_of_cross_attention_are_refused():
+def test_cross_attention_refuses_a_positional_scheme():
     mha = nn.MultiHeadAttention(5, 2, position="alibi")
     with pytest.raises(ValueError, match="cross-attention"):
         mha(np.ones((3, 5)), memory=np.ones((7, 5)))

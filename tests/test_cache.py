@@ -1,4 +1,4 @@
-"""A cache changes the cost of a computation and nothing else; it belongs to the caller."""
+"""A cache changes the cost of a computation and nothing else; only calls that are given it change it."""
 
 import gc
 import weakref
@@ -103,7 +103,7 @@ def test_the_block_of_llama_can_be_cached_with_prompts_padded_in_front():
         np.testing.assert_allclose(logits[1], model(PROMPT[1]).data, atol=1e-12)
 
 
-def test_a_crop_wants_an_integer_and_changes_nothing_else():
+def test_cropping_to_a_length_that_is_not_an_integer_is_refused():
     cache = nn.KVCache(LAYERS)
     gpt()(PROMPT, cache=cache)
     for n in (1.5, True, "2"):
@@ -182,7 +182,7 @@ def test_a_call_that_is_given_no_cache_changes_none():
     np.testing.assert_array_equal(model(PROMPT[:, :1], cache=cache.fork()).data, first)
 
 
-def test_two_interleaved_readings_do_not_disturb_each_other():
+def test_two_interleaved_sequences_do_not_disturb_each_other():
     model = gpt()
     a, b = nn.KVCache(LAYERS), nn.KVCache(LAYERS)
     for i in range(6):
@@ -307,7 +307,7 @@ def test_many_forks_of_one_prompt_each_give_what_they_would_alone():
     assert root.length == 5
 
 
-def test_cropping_forgets_the_last_tokens_and_takes_others_in_their_place():
+def test_cropping_drops_the_last_tokens_and_others_can_follow():
     model = gpt()
     cache = nn.KVCache(LAYERS)
     model(PROMPT, cache=cache)
@@ -341,7 +341,7 @@ def test_cropping_to_nothing_makes_room_for_another_batch():
 
 
 @pytest.mark.parametrize("n", [-1, 7])
-def test_cropping_to_more_than_there_is_or_less_than_nothing_is_refused(n):
+def test_cropping_to_a_negative_or_too_large_length_is_refused(n):
     cache = nn.KVCache(LAYERS)
     gpt()(PROMPT, cache=cache)
     with pytest.raises(ValueError, match=f"crop keeps from 0 to 6 tokens, got {n}"):
@@ -384,7 +384,7 @@ def test_a_cache_of_another_depth_is_refused():
         nn.KVCache(2)[2]
 
 
-def test_the_part_of_a_layer_serves_that_layer_of_a_model_of_ones_own(rng):
+def test_a_user_defined_model_passes_each_layer_its_part_of_the_cache(rng):
     layers = [nn.MultiHeadAttention(5, 2, rng=i).astype(np.float64) for i in range(2)]
     x = rng.standard_normal((6, 5))
     whole = layers[1](layers[0](x, causal=True), causal=True).data

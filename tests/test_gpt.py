@@ -271,7 +271,7 @@ def test_sinusoidal_positions_are_added_to_the_tokens():
     close(trace.hidden[0], model.wte.weight.data[IDS] + nn.sinusoidal(np.arange(T), 12))
 
 
-def test_the_fused_path_equals_the_visible_one_in_value_and_gradient():
+def test_the_fused_path_equals_the_traced_one_in_value_and_gradient():
     model = lively(position="alibi", n_kv_head=1)
     key_allow = np.array([[True] * T, [False, False] + [True] * (T - 2)])
     g = np.random.default_rng(5).standard_normal((2, T, V))
@@ -286,7 +286,7 @@ def test_the_fused_path_equals_the_visible_one_in_value_and_gradient():
         close(a, b, 1e-11)
 
 
-def test_every_layer_of_attention_is_one_fused_node_when_nobody_looks():
+def test_attention_is_one_fused_node_without_trace_or_edit():
     names = [t.node.op.name for t in toposort([gpt()(IDS)]) if t.node is not None]
     assert names.count("attention") == 2
     assert names.count("layer_norm") == 5
@@ -365,7 +365,7 @@ def test_dropout_differs_between_train_and_eval_only():
     assert not nothing_left(IDS).data.any()  # bias 0, nothing of the tokens passes
 
 
-def test_dropout_meets_the_embedding_the_weights_and_both_parts_of_every_block():
+def test_dropout_acts_on_the_embedding_the_weights_and_both_parts_of_every_block():
     nodes = [t.node for t in toposort([gpt(dropout=0.3)(IDS)]) if t.node is not None]
     assert sum(node.op is ops.dropout for node in nodes) == 1 + 2 * 2
     keeps = [node.inputs[5] for node in nodes if node.op is ops.attention]
@@ -397,7 +397,7 @@ def test_ids_may_be_lists_tensors_and_a_single_sequence():
     close(model(IDS[0]), model(IDS).data[0])
 
 
-def test_the_trace_holds_the_stream_after_every_block():
+def test_the_trace_holds_the_residual_stream_after_every_block():
     for settings in ({}, {"norm_first": False}):
         model = lively(**settings)
         logits, trace = model(IDS, trace=True)
@@ -447,7 +447,7 @@ def test_more_tokens_than_the_context_holds_are_refused_with_both_numbers():
         (np.zeros((1, 2, 3), int), ValueError, r"idx must be \(T,\) or \(B, T\)"),
     ],
 )
-def test_ids_that_cannot_be_are_refused(idx, error, message):
+def test_invalid_ids_are_refused(idx, error, message):
     with pytest.raises(error, match=message):
         gpt()(idx)
 
@@ -489,7 +489,7 @@ def test_positions_and_targets_that_do_not_fit_are_refused():
         ({"eps": "small"}, "eps must be a positive number"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(setting, message):
+def test_an_invalid_configuration_is_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         nn.GPTConfig(**{**SIZES, **setting})
 
@@ -640,7 +640,7 @@ def test_settings_that_the_formats_cannot_hold_are_all_named_and_nothing_is_writ
     close(twin(IDS), model(IDS).data, 0)
 
 
-def test_a_head_of_keys_for_each_head_is_what_the_formats_hold(tmp_path):
+def test_n_kv_head_equal_to_n_head_is_saved_like_the_default(tmp_path):
     model, folder = saved(tmp_path, n_kv_head=3)
     close(nn.GPT.from_pretrained(folder)(IDS), model(IDS).data)
 

@@ -1,4 +1,4 @@
-"""Modules find what they hold, save and load it whole or not at all; layers compute what they say."""
+"""Modules find their parameters, and save and load them atomically; layers compute their formulas."""
 
 import copy
 import gc
@@ -79,7 +79,7 @@ def test_generators_are_found_once_and_by_name():
     assert nest.generators() == {"rng": nest.rng}
 
 
-def test_a_child_that_knows_its_parent_does_not_loop():
+def test_a_reference_from_a_child_to_its_parent_is_harmless():
     nest = Nest()
     nest.layers[0].parent = nest
     nest.layers.append(nest.layers)
@@ -161,7 +161,7 @@ def test_the_scope_of_a_node_says_what_its_module_is():
     assert (scope.notation, scope.is_attention, scope.detail) == (None, False, "")
 
 
-def test_zero_grad_forgets_every_gradient():
+def test_zero_grad_resets_every_gradient():
     nest = Nest()
     (nest(parameter(13, 3)) ** 2).sum().backward()
     assert nest.layers[0].bias.grad is not None
@@ -538,7 +538,7 @@ def test_embedding_takes_rows_and_adds_up_the_gradients_of_repeated_ids():
     np.testing.assert_array_equal(embedding.weight.grad, np.array([[0], [11], [0], [0], [2]]) * np.ones((5, 3)))
 
 
-def test_embedding_names_a_bad_id_and_refuses_what_is_no_integer():
+def test_embedding_names_a_bad_id_and_refuses_ids_that_are_not_integers():
     embedding = nn.Embedding(5, 3)
     with pytest.raises(IndexError, match=r"ids\[0, 1\] is 5, expected 0 to 4"):
         embedding([[0, 5]])
@@ -580,7 +580,7 @@ def test_layer_norm_and_rms_norm_agree_with_their_formulas():
         ("relu", [0.5, 0.0]),
     ],
 )
-def test_feed_forward_applies_the_activation_that_it_is_named(activation, values):
+def test_feed_forward_applies_the_activation_of_its_name(activation, values):
     f = nn.FeedForward(2, 2, activation).astype(np.float64)
     f.c_fc.weight.assign_(np.eye(2))
     f.c_proj.weight.assign_(np.eye(2))
@@ -647,7 +647,7 @@ def test_dropout_draws_from_its_own_generator_only():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-def test_dropout_refuses_what_is_no_probability(p):
+def test_dropout_refuses_a_p_that_is_not_a_probability(p):
     with pytest.raises(ValueError, match="p must be a probability"):
         nn.Dropout(p)
 
