@@ -19,9 +19,9 @@ import numpy as np
 import tinygrad_mha as tg
 
 LENGTHS = (1, 2, 3, 5)
-LARGEST = 400  # elements; more are averaged away at once
+LARGEST = 400  # elements; larger results are averaged at once
 HIGHEST = 4.0  # larger values are scaled down at once
-MARGIN = 0.1  # how far values stay from a kink or a tie
+MARGIN = 0.1  # the least distance of values from a kink or a tie
 
 
 class Value(NamedTuple):
@@ -36,7 +36,7 @@ class Value(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An input that wants a gradient. A foreign one has another floating dtype than the rest, and is cast first."""
+    """An input that needs a gradient. A `foreign` one has another floating dtype and is cast first."""
 
     array: np.ndarray
     foreign: bool = False
@@ -82,7 +82,7 @@ def describe(line: Leaf | Step) -> str:
     return f"{line.name}({', '.join(operands + [f'{k}={v!r}' for k, v in line.keywords.items()])})"
 
 
-# What a step's name means here: a primitive, unless it is written with an operator or composed.
+# The functions behind the names of steps: primitives, operators and compositions.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: op for name, op in tg.ops.REGISTRY.items() if op.forward.__module__.startswith("tinygrad_mha.")},
     "add": operator.add,
@@ -101,7 +101,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Builder:
-    """Grows one program. `pick`, `partner` and `fresh` find operands, `apply` adds a step."""
+    """Builds one program. `pick`, `partner` and `fresh` choose operands, `apply` adds a step."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -119,14 +119,14 @@ class Builder:
         return value
 
     def step(self, name: str, *operands: Any, usable: bool = True, **keywords: Any) -> Value:
-        """Add a step as it stands."""
+        """Add a step."""
         self.used |= {x.position for x in operands if isinstance(x, Value)}
         arrays = [x.array if isinstance(x, Value) else x for x in operands]
         array = np.asarray(FUNCTIONS[name](*arrays, **keywords))
         return self.line(Step(name, operands, keywords), array, usable)
 
     def apply(self, name: str, *operands: Any, **keywords: Any) -> Value:
-        """Add a step, and what keeps its result of moderate size; nothing else uses it before that."""
+        """Add a step, and steps that limit the size of its result before others use it."""
         value = self.step(name, *operands, usable=False, **keywords)
         while value.array.size > LARGEST:
             value = self.step("mean", value, usable=False, axis=int(np.argmax(value.shape)), keepdims=False)
@@ -157,7 +157,7 @@ class Builder:
         return tuple(self.length() for _ in range(ndim))
 
     def pick(self, want: Callable[[tuple[int, ...]], bool] = lambda shape: True, least: int = 0) -> Value:
-        """A value whose shape has `least` axes and is wanted: mostly a recent one, sometimes an old or a new one."""
+        """A value with a suitable shape of at least `least` axes: often recent, sometimes older or new."""
         fitting = [v for v in self.pool if v.array.ndim >= least and want(v.shape)]
         if fitting and self.chance(0.85):
             return fitting[-1 - self.rng.integers(min(3, len(fitting)))] if self.chance(0.7) else self.one_of(*fitting)
@@ -170,7 +170,7 @@ class Builder:
                 return shape
 
     def partner_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape that broadcasts with `shape`: axes stretched, narrowed, left away in front or added there."""
+        """A shape that broadcasts with `shape`: axes of length 1, longer axes, fewer or more axes in front."""
         if self.chance(0.25):
             return shape
         other = [self.length() if n == 1 and self.chance(0.5) else 1 if self.chance(0.3) else n for n in shape]
@@ -179,14 +179,14 @@ class Builder:
         return (self.length(), *other) if self.chance(0.2) and len(other) < 4 else tuple(other)
 
     def partner(self, x: Value, same: float = 0.15) -> Value:
-        """A second operand for `x`: itself, one that is there and broadcasts with it, or a new leaf."""
+        """A second operand for `x`: `x` itself, an existing value that broadcasts with it, or a new leaf."""
         if self.chance(same):
             return x
         fitting = [v for v in self.pool if v is not x and moderate(x.shape, v.shape)]
         return self.one_of(*fitting) if fitting and self.chance(0.5) else self.fresh(self.partner_shape(x.shape))
 
     def shaped(self, shape: tuple[int, ...]) -> Value:
-        """A value of exactly this shape, there already or a new leaf."""
+        """A value of exactly this shape, existing or new."""
         fitting = [v for v in self.pool if v.shape == shape]
         return self.one_of(*fitting) if fitting and self.chance(0.5) else self.fresh(shape)
 
@@ -213,10 +213,10 @@ class Builder:
         chosen = [i - x.array.ndim if self.chance(0.5) else i for i in chosen]
         return chosen[0] if len(chosen) == 1 and self.chance(0.7) else tuple(chosen)
 
-    # ------------------------------------------------------------------------------------------------- firm ground
+    # ------------------------------------------------------------------------------------------- safe operands
 
     def positive(self, x: Value) -> Value:
-        """Something made of `x` between about 0.4 and 3."""
+        """A function of `x` with values between about 0.4 and 3."""
         return self.one_of(
             lambda: self.step("add", self.step("scale", self.step("sigmoid", x), by=2.0), 0.5),
             lambda: self.step("exp", self.step("tanh", x)),
@@ -233,12 +233,12 @@ class Builder:
         return self.step("add", x, shift) if shift.any() else x
 
     def apart(self, a: Value, b: Value) -> Value:
-        """`a`, moved where it is closer than MARGIN to `b`; of the broadcast shape then."""
+        """`a`, moved where it is closer than MARGIN to `b`, in the broadcast shape."""
         distance = a.array - b.array
         shift = np.where(np.abs(distance) < MARGIN, np.where(distance < 0, -MARGIN, MARGIN), 0.0)
         return self.step("add", a, shift) if shift.any() else a
 
-    def with_one_winner(self, x: Value, axis: Any, sign: float) -> Value:
+    def with_one_extremum(self, x: Value, axis: Any, sign: float) -> Value:
         """`x` with one largest (or smallest) element along `axis` moved ahead of all others."""
         axes = range(x.array.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
         reduced = [i % x.array.ndim for i in axes]
@@ -251,14 +251,14 @@ class Builder:
         return self.step("add", x, np.transpose(shift.reshape(moved.shape), np.argsort(last)))
 
     def spread(self, x: Value) -> Value:
-        """`x` plus something that differs along the last axis, so that no row is constant or zero."""
+        """`x` plus values that differ along the last axis, so that no row is constant or zero."""
         n = x.shape[-1]
         return self.step("add", x, np.linspace(1.0, -1.5, n) * (1 + np.arange(n) % 2))
 
     # ---------------------------------------------------------------------------------------------------- indexing
 
     def index(self, shape: tuple[int, ...]) -> Any:
-        """An index into `shape`: basic, integer arrays with repeats, boolean masks, or a mixture of them."""
+        """An index into `shape`: basic, integer arrays with repeats, boolean masks, or a mixture."""
         if shape and self.chance(0.1):
             return self.coin_flips(shape)
         parts: list[Any] = []
@@ -292,7 +292,7 @@ class Builder:
 
 
 def moderate(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether two shapes broadcast to something of moderate size."""
+    """Whether two shapes broadcast to an array of moderate size."""
     try:
         return math.prod(np.broadcast_shapes(a, b)) <= LARGEST
     except ValueError:
@@ -300,7 +300,7 @@ def moderate(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# One way (or several) to use each function
+# How each function is used
 
 BUILDERS: dict[str, Callable[[Builder], Value]] = {}
 
@@ -423,7 +423,7 @@ def reduction(b: Builder, name: str) -> Value:
 def extremum(b: Builder, name: str) -> Value:
     x = b.pick()
     axis = b.axes(x)
-    winner = b.with_one_winner(x, axis, 1.0 if name == "max" else -1.0)
+    winner = b.with_one_extremum(x, axis, 1.0 if name == "max" else -1.0)
     return b.apply(name, winner, axis=axis, keepdims=b.chance(0.4))
 
 
@@ -616,7 +616,7 @@ def cross_entropy(b: Builder, name: str) -> Value:
 
 
 @builds("layer_norm", "rms_norm")
-def normalisation(b: Builder, name: str) -> Value:
+def normalization(b: Builder, name: str) -> Value:
     x = b.spread(b.pick(lambda shape: shape[-1] > 1, least=1))
     weight = b.shaped(x.shape[-1:]) if b.chance(0.7) else None
     bias = [b.shaped(x.shape[-1:])] if b.chance(0.5) and name == "layer_norm" else []
@@ -659,10 +659,12 @@ def expression(seed: int) -> Expression:
     """The program of a seed: 8 to 20 functions chosen at random, joined into one output."""
     b = Builder(seed)
     b.fresh(b.random_shape(least=1))
-    names = [*BUILDERS, "getitem", "scatter_add"]  # twice: there are many ways to index
+    names = [*BUILDERS, "getitem", "scatter_add"]  # twice, because there are many kinds of index
     for _ in range(b.rng.integers(8, 21)):
         BUILDERS[b.one_of(*names)](b)
     ends = [v for v in b.pool if v.position not in b.used]
-    if b.chance(0.8) and len(ends) > 1:  # else only the last value counts, and what it does not need gets no gradient
+    if (
+        b.chance(0.8) and len(ends) > 1
+    ):  # else the output is the last value, and lines that it does not depend on get no gradient
         b.step("concat", *(b.step("reshape", v, shape=(v.array.size,)) for v in ends), axis=0)
     return Expression(b.program, b.rng.standard_normal(b.pool[-1].shape))

@@ -64,7 +64,7 @@ def test_characters_are_sorted_by_code_point():
     assert tokenizer.vocab_size == 6
 
 
-def test_an_unknown_character_names_itself_its_position_and_the_vocabulary():
+def test_an_unknown_character_is_reported_with_its_position_and_the_vocabulary():
     with pytest.raises(ValueError, match=r"'é' \(U\+00E9\) at position 3 .* 4 characters, ' acf'"):
         CharTokenizer(" acf").encode("cafés")
 
@@ -84,14 +84,14 @@ def test_ids_that_cannot_be_decoded_are_refused(ids, error, words):
         CharTokenizer("abcde").decode(ids)
 
 
-def test_nothing_encodes_to_nothing_and_back():
+def test_empty_text_encodes_to_no_ids_and_back():
     tokenizer = CharTokenizer("a")
     assert tokenizer.encode("").shape == (0,)
     assert tokenizer.decode([]) == tokenizer.decode(np.zeros(0, np.int64)) == ""
 
 
 @pytest.mark.parametrize("characters", ["", "abca"])
-def test_a_vocabulary_without_characters_or_with_one_twice_is_refused(characters):
+def test_an_empty_vocabulary_or_one_with_duplicates_is_refused(characters):
     with pytest.raises(ValueError, match="each character once and at least one"):
         CharTokenizer(characters)
 
@@ -102,7 +102,7 @@ def test_only_text_can_be_encoded(text):
         CharTokenizer("abc").encode(text)
 
 
-def test_characters_survive_a_folder(tmp_path):
+def test_a_character_tokenizer_is_saved_and_loaded(tmp_path):
     tokenizer = CharTokenizer.of('a\n"\\地😀\u2028\ud800')
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).characters == tokenizer.characters
@@ -116,7 +116,7 @@ def test_a_damaged_vocabulary_file_is_refused(tmp_path, content):
         load_tokenizer(tmp_path)
 
 
-def test_a_folder_without_tokenizer_says_what_was_expected(tmp_path):
+def test_a_folder_without_tokenizer_is_refused_with_the_expected_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"characters.json, or tokenizer.json, or vocab.json and merges.txt"):
         load_tokenizer(tmp_path)
 
@@ -151,7 +151,7 @@ def test_byte_pairs_keep_white_space(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_text_is_cut_before_it_is_joined():
+def test_text_is_split_into_words_before_merges_apply():
     tokenizer = small_bpe()
     assert [tokenizer.decode([i]) for i in tokenizer.encode("hello\nhello world")][:4] == ["hello", "\n", "hello", " w"]
 
@@ -167,7 +167,7 @@ def test_special_tokens_are_ordinary_text_unless_allowed():
     assert tokenizer.decode(spelled) == tokenizer.decode(tokenizer.encode(text, allow_special=True)) == text
 
 
-def test_a_special_token_may_hold_spaces():
+def test_a_special_token_may_contain_spaces():
     pytest.importorskip("tokenizers")
     vocab = {token: i for i, token in enumerate([*BYTE_SYMBOLS, "<the end>"])}
     tokenizer = BPETokenizer(vocab, [], special=["<the end>"])
@@ -175,7 +175,7 @@ def test_a_special_token_may_hold_spaces():
     assert tokenizer.decode([256]) == "<the end>"
 
 
-def test_a_cut_character_is_decoded_to_a_replacement():
+def test_an_incomplete_character_is_decoded_to_a_replacement():
     tokenizer = small_bpe()
     ids = list(b"1 1\xe2\x81")  # the ids of this vocabulary begin with the bytes
     assert tokenizer.decode_bytes(ids) == b"1 1\xe2\x81"
@@ -189,7 +189,7 @@ def test_a_single_byte_decodes_without_error(byte):
     assert tokenizer.decode([byte]) == bytes([byte]).decode("utf-8", "replace")
 
 
-def test_byte_pairs_survive_a_folder(tmp_path):
+def test_a_byte_pair_tokenizer_is_saved_and_loaded(tmp_path):
     tokenizer = small_bpe()
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
@@ -200,7 +200,7 @@ def test_byte_pairs_survive_a_folder(tmp_path):
     json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
 
 
-def test_a_vocabulary_without_some_byte_is_refused():
+def test_a_vocabulary_that_lacks_a_byte_is_refused():
     pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match=r"each of the 256 bytes; missing: \[32\]"):
         BPETokenizer({symbol: i for i, symbol in enumerate(BYTE_SYMBOLS) if symbol != "Ġ"}, [])
@@ -217,14 +217,14 @@ def test_a_vocabulary_without_some_byte_is_refused():
         '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a"]}, "pre_tokenizer": {"type": "ByteLevel"}}',
     ],
 )
-def test_another_kind_of_tokenizer_file_is_refused(tmp_path, content):
+def test_a_tokenizer_file_of_another_kind_is_refused(tmp_path, content):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
-def test_without_the_library_the_error_names_the_extra(monkeypatch):
+def test_the_error_names_the_extra_if_the_library_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r'pip install "tinygrad_mha\[bpe\]"'):
         BPETokenizer({}, [])
@@ -247,7 +247,7 @@ def test_gpt2_encodes_and_decodes_all_reference_vectors(gpt2):
 
 
 @needs_reference
-def test_gpt2_spells_out_its_special_token_unless_allowed(gpt2):
+def test_gpt2_encodes_its_special_token_as_text_unless_allowed(gpt2):
     assert gpt2.vocab_size == 50257
     assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
     assert gpt2.encode("a<|endoftext|>", allow_special=True).tolist() == [64, 50256]
@@ -275,7 +275,7 @@ def test_gpt2_counts_the_tokens_of_shakespeare(gpt2):
 
 
 def bytes_one_by_one(data):
-    """A decoder over a vocabulary whose ids are bytes, and what it gives out for each of `data`."""
+    """What a stream decoder, whose ids are bytes, returns for each byte of `data`."""
 
     class Bytes(CharTokenizer):
         def decode_bytes(self, ids):
@@ -285,7 +285,7 @@ def bytes_one_by_one(data):
     return [decoder.push(byte) for byte in data], decoder.flush()
 
 
-def test_a_character_is_given_out_once_complete():
+def test_a_character_is_returned_when_it_is_complete():
     assert bytes_one_by_one("地é".encode()) == (["", "", "地", "", "é"], "")
 
 
@@ -299,7 +299,7 @@ def test_streamed_text_equals_text_decoded_at_once(data):
     assert "".join(pieces) + rest == data.decode("utf-8", "replace")
 
 
-def test_a_flushed_decoder_begins_anew():
+def test_a_flushed_decoder_starts_again():
     decoder = StreamDecoder(small_bpe())
     earth = small_bpe().encode("地")
     assert decoder.push(earth[0]) == ""
@@ -310,20 +310,20 @@ def test_a_flushed_decoder_begins_anew():
 # --------------------------------------------------------------------------------------------------------------- text
 
 
-def test_reading_keeps_line_ends_and_takes_a_byte_order_mark_away(tmp_path):
+def test_reading_keeps_line_ends_and_removes_a_byte_order_mark(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert read_text(path) == "a\r\nb\rc\n"
 
 
-def test_a_file_that_is_not_utf8_names_the_byte(tmp_path):
+def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
     path = tmp_path / "latin1.txt"
     path.write_bytes("abc café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin1.txt is not UTF-8: byte 0xe9 at position 7"):
         read_text(path)
 
 
-def test_missing_empty_and_folder_are_told_apart(tmp_path):
+def test_missing_files_empty_files_and_folders_have_their_own_errors(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     with pytest.raises(ValueError, match="empty is empty"):
         read_text(tmp_path / "empty")
@@ -348,14 +348,14 @@ def test_the_builtin_corpus_is_real_text_and_the_same_every_time():
     assert len(runs) == 1
 
 
-def test_without_the_language_reference_a_text_is_asked_for(monkeypatch):
+def test_a_python_without_the_language_reference_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(RuntimeError, match="give a text file"):
         builtin_corpus()
 
 
 @given(st.integers(0, 1000))
-def test_the_split_loses_nothing_and_is_that_of_nanogpt(n):
+def test_the_split_is_complete_and_equals_nanogpt(n):
     text = "ab地" * n
     train, validation = split_text(text)
     assert train + validation == text
@@ -396,7 +396,7 @@ def test_a_text_shorter_than_a_block_and_its_target_is_refused(n):
     ("ids", "block", "batch"),
     [(np.ones(9), 2, 2), (np.ones((9, 9), int), 2, 2), (np.arange(9), 0, 2), (np.arange(9), 2, 0)],
 )
-def test_batches_of_nonsense_are_refused(ids, block, batch):
+def test_invalid_arguments_of_batches_are_refused(ids, block, batch):
     with pytest.raises(ValueError, match=r"expected one row of integer ids|must be 1 or more"):
         Batches(ids, block, batch)
 
@@ -412,14 +412,14 @@ def test_the_order_depends_on_the_seed_alone():
     assert first([0, 1]) != zero
 
 
-def test_one_batch_of_sixty_is_six_of_ten():
+def test_one_batch_of_sixty_equals_six_of_ten():
     large, small = Batches(np.arange(1009), 7, 60, 3), Batches(np.arange(1009), 7, 10, 3)
     for _ in range(3):
         assert np.array_equal(next(large)[0], np.concatenate([next(small)[0] for _ in range(6)]))
 
 
 @pytest.mark.parametrize("drawn", [1, 2, 3])
-def test_batches_go_on_where_a_saved_state_says(drawn):
+def test_batches_continue_from_a_saved_state(drawn):
     batches = Batches(np.arange(101), 7, 5, seed=1)
     for _ in range(drawn):
         next(batches)

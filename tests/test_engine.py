@@ -1,4 +1,4 @@
-"""What the engine promises, as claims."""
+"""The engine: deep graphs, memory, accumulation, shared memory, versions, modes, dtypes, copies, transforms."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_higher_derivatives_of_a_long_chain_need_no_recursion():
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_an_intermediate_dies_without_the_garbage_collector(rng):
+def test_an_intermediate_is_freed_without_the_garbage_collector(rng):
     gc.disable()
     try:
         w = leaf(rng, 3, 5)
@@ -74,7 +74,7 @@ def test_an_intermediate_dies_without_the_garbage_collector(rng):
         gc.enable()
 
 
-def test_an_intermediate_that_nothing_needs_dies_at_once_under_no_grad(rng):
+def test_an_unused_intermediate_is_freed_at_once_under_no_grad(rng):
     w = leaf(rng, 3, 3)
     with tg.no_grad():
         h = w @ w
@@ -83,7 +83,7 @@ def test_an_intermediate_that_nothing_needs_dies_at_once_under_no_grad(rng):
         assert alive() is None
 
 
-def test_memory_is_flat_over_two_thousand_steps(rng):
+def test_memory_use_is_constant_over_two_thousand_steps(rng):
     w, x = leaf(rng, 7, 7), rng.standard_normal((5, 7))
 
     def step():
@@ -105,7 +105,7 @@ def test_memory_is_flat_over_two_thousand_steps(rng):
     assert after - before < 20_000  # bytes: less than ten a step
 
 
-def test_a_graph_is_freed_when_an_error_comes_between_forward_and_backward(rng):
+def test_a_graph_is_freed_if_an_error_occurs_before_backward(rng):
     gc.disable()
     try:
         w = leaf(rng, 3, 3)
@@ -119,7 +119,7 @@ def test_a_graph_is_freed_when_an_error_comes_between_forward_and_backward(rng):
         gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------- sums of paths
+# ------------------------------------------------------------------------------------------------------- accumulation
 
 
 def test_x_times_x_has_two_edges(rng):
@@ -139,7 +139,7 @@ def test_backward_twice_is_exactly_twice(rng):
     y.backward(g)
     np.testing.assert_array_equal(w.grad, 2 * once[0])
     np.testing.assert_array_equal(x.grad, 2 * once[1])
-    np.testing.assert_array_equal(y.node.inputs[0].grad, once[2])  # an intermediate starts anew
+    np.testing.assert_array_equal(y.node.inputs[0].grad, once[2])  # intermediates are overwritten
 
 
 def test_two_outputs_of_one_trunk_accumulate_in_the_leaves(rng):
@@ -152,7 +152,7 @@ def test_two_outputs_of_one_trunk_accumulate_in_the_leaves(rng):
     np.testing.assert_allclose(x.grad, slope * (2 + 2 * np.tanh(x.numpy())), rtol=1e-14)
 
 
-def test_intermediate_gradients_are_readable_and_can_be_left_out(rng):
+def test_intermediate_gradients_are_readable_unless_leaves_only_is_set(rng):
     x = leaf(rng, 3)
     h = x.exp()
     y = h.sum()
@@ -208,7 +208,7 @@ def test_zero_dimensional_results_are_arrays(rng):
     assert type(x.grad) is np.ndarray
 
 
-def test_the_callers_arrays_are_taken_by_value(rng):
+def test_arrays_of_the_caller_are_copied(rng):
     x, c, ids = leaf(rng, 2, 3), rng.standard_normal((2, 3)), np.array([0, 0, 1])
     y, z = x * c, x[ids]
     expected = c.copy()
@@ -252,7 +252,7 @@ def test_a_leaf_written_to_after_use_stops_backward_before_anything_is_stored(wr
     [lambda w: w.T, lambda w: w.reshape(9), lambda w: w[1:], lambda w: w.detach(), lambda w: w.T.T.reshape(3, 3)],
     ids=["transpose", "reshape", "slice", "detach", "several"],
 )
-def test_views_share_the_version_of_what_they_look_at(view, rng):
+def test_views_share_the_version_of_their_base(view, rng):
     w = leaf(rng, 3, 3)
     seen = view(w)
     y = (seen * seen).sum() + (w.sum() * 0.0)
@@ -293,7 +293,7 @@ def test_a_write_keeps_shape_and_dtype(rng):
 # ---------------------------------------------------------------------------------------------------------- grad mode
 
 
-def test_no_grad_nests_and_is_restored_after_exceptions():
+def test_no_grad_can_be_nested_and_is_restored_after_exceptions():
     def boom():
         with tg.no_grad(), tg.enable_grad(), tg.no_grad():
             assert not tg.is_grad_enabled()
@@ -319,7 +319,7 @@ def test_no_grad_decorates_recursive_functions_with_and_without_parentheses():
     assert tg.is_grad_enabled()
 
 
-def test_a_decorated_generator_leaves_its_callers_mode_alone():
+def test_a_decorated_generator_does_not_change_the_mode_of_its_caller():
     @tg.no_grad()
     def steps():
         try:
@@ -358,7 +358,7 @@ def test_a_decorated_generator_forwards_exceptions_and_its_return_value():
     assert next(generator) == "done"
 
 
-def test_the_mode_belongs_to_a_thread():
+def test_each_thread_has_its_own_mode():
     seen = []
     with tg.no_grad():
         thread = threading.Thread(target=lambda: seen.append(tg.is_grad_enabled()))
@@ -367,7 +367,7 @@ def test_the_mode_belongs_to_a_thread():
     assert seen == [True]
 
 
-def test_threads_build_and_sweep_their_own_graphs(rng):
+def test_threads_build_and_differentiate_graphs_independently(rng):
     x = leaf(rng, 5, 5)
     expected = tg.grad((x @ x).softmax().tanh().sum(), x)[0].numpy()
     wrong = []
@@ -388,7 +388,7 @@ def test_threads_build_and_sweep_their_own_graphs(rng):
     assert not wrong
 
 
-def test_the_mode_belongs_to_a_task():
+def test_each_asyncio_task_has_its_own_mode():
     @tg.no_grad()
     async def off():
         await asyncio.sleep(0)
@@ -415,7 +415,7 @@ def test_record_keeps_nodes_of_inference_without_gradients(rng):
         y.sum().backward()
 
 
-def test_scopes_are_remembered_by_nodes(rng):
+def test_nodes_record_their_scope(rng):
     x = leaf(rng, 3)
     with modes.scope("outer"), modes.scope("inner"), tg.no_grad(), tg.enable_grad():
         y = x.exp()
@@ -456,7 +456,7 @@ def test_lists_become_float32_and_arrays_keep_their_dtype():
     assert Tensor(np.array([1.0]), dtype=np.float32).dtype == np.float32
 
 
-def test_mixed_precision_gradients_come_back_in_each_leafs_dtype(rng):
+def test_mixed_precision_gradients_have_the_dtype_of_their_leaf(rng):
     a, b = leaf(rng, 3, dtype=np.float32), leaf(rng, 3)
     y = a * b
     assert y.dtype == np.float64
@@ -474,11 +474,11 @@ def test_astype_passes_the_gradient_between_floats_and_ends_it_at_integers(rng):
     assert x.astype(np.float32) is x
 
 
-# --------------------------------------------------------------------------------------------------------- NumPy's side
+# ------------------------------------------------------------------------------------------------- NumPy and Python
 
 
 @pytest.mark.parametrize("left", [np.ones(3), np.float64(2), np.float32(2), [1.0, 2.0, 3.0], 2.0], ids=str)
-def test_what_stands_on_the_left_of_a_tensor_does_not_swallow_it(left, rng):
+def test_an_array_or_scalar_on_the_left_of_an_operator_gives_a_tensor(left, rng):
     x = leaf(rng, 3)
     for y in (left + x, left - x, left * x, left / x, (np.abs(left) if not isinstance(left, list) else left) ** x):
         assert isinstance(y, Tensor)
@@ -511,7 +511,7 @@ def test_length_iteration_truth_and_numbers(rng):
         len(Tensor(1.0))
 
 
-def test_repr_says_what_it_is(rng):
+def test_repr_shows_values_shape_dtype_name_and_origin(rng):
     x = leaf(rng, 2, 3, dtype=np.float32).named("X")
     assert "shape=(2, 3), float32, name='X', leaf" in repr(x)
     assert "made by matmul" in repr(x @ x.T)
@@ -536,7 +536,7 @@ def test_leaves_are_copied_and_pickled_with_their_gradient(rng):
 # ---------------------------------------------------------------------------------------------------------- transforms
 
 
-def test_grad_touches_no_grad_and_gives_zeros_where_nothing_depends(rng):
+def test_grad_changes_no_grad_attribute_and_gives_zeros_for_independent_inputs(rng):
     x, y, z = leaf(rng, 3), leaf(rng, 3), leaf(rng, 2)
     gx, gz, gx2 = tg.grad((x * y).sum(), [x, z, x])
     np.testing.assert_array_equal(gx.numpy(), y.numpy())
@@ -547,14 +547,14 @@ def test_grad_touches_no_grad_and_gives_zeros_where_nothing_depends(rng):
     assert isinstance(tg.grad(x.sum(), x), tuple)
 
 
-def test_grad_by_an_intermediate(rng):
+def test_grad_with_respect_to_an_intermediate(rng):
     x = leaf(rng, 3)
     h = x.exp()
     (g,) = tg.grad((h * h).sum(), h)
     np.testing.assert_allclose(g.numpy(), 2 * h.numpy())
 
 
-def test_grad_by_something_unrecorded_is_an_error(rng):
+def test_grad_with_respect_to_something_unrecorded_raises(rng):
     x = Tensor(rng.standard_normal(3))
     with pytest.raises(ValueError, match="requires_grad"):
         tg.grad(x.sum(), x)
@@ -607,7 +607,7 @@ def test_transforms_compose(rng):
     np.testing.assert_allclose(third.numpy(), np.diag(24 * x), rtol=1e-12)
 
 
-def test_transforms_work_under_no_grad_and_leave_the_mode(rng):
+def test_transforms_work_under_no_grad_and_restore_the_mode(rng):
     with tg.no_grad():
         assert tg.jacobian(lambda x: x * x, rng.standard_normal(3)).shape == (3, 3)
         assert tg.hvp(lambda x: (x**3).sum(), np.ones(2), np.ones(2)).numpy().tolist() == [6, 6]

@@ -25,7 +25,7 @@ def test_adamw_decays_the_weight_before_the_step():
 
 
 @pytest.mark.parametrize(("grad", "moved"), [(1e-3, -0.0999990), (1.0, -0.0999999990), (1e3, -0.1)])
-def test_first_adam_step_does_not_depend_on_the_size_of_the_gradient(grad, moved):
+def test_the_first_adam_step_does_not_depend_on_the_scale_of_the_gradient(grad, moved):
     p = parameter(0.0, grad)
     Adam([p], lr=0.1).step()
     assert p.item() == pytest.approx(moved, abs=1e-9)
@@ -106,7 +106,7 @@ def test_a_step_does_not_change_the_gradients():
         assert p.grad.tolist() == [0.5, -0.25]
 
 
-def test_steps_write_in_place_and_stale_graphs_notice():
+def test_steps_write_in_place_and_make_graphs_stale():
     p = parameter([1.0, 2.0])
     memory = p.data
     y = (p * p).sum()
@@ -117,7 +117,7 @@ def test_steps_write_in_place_and_stale_graphs_notice():
         y.backward()
 
 
-def test_zero_grad_forgets_all_gradients():
+def test_zero_grad_deletes_all_gradients():
     p, q = parameter([1.0], [1.0]), parameter([1.0, 2.0], [1.0, 1.0])
     SGD([{"params": [p]}, {"params": q}]).zero_grad()
     assert p.grad is None
@@ -128,7 +128,7 @@ def test_zero_grad_forgets_all_gradients():
 
 
 @pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: AdamW(p, lr=0.1)])
-def test_a_parameter_given_twice_is_moved_once(make):
+def test_a_parameter_given_twice_is_updated_once(make):
     p, q = parameter([1.0, 2.0], [0.5, -0.5]), parameter([1.0, 2.0], [0.5, -0.5])
     once, twice = make([p]), make([q, q])
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_decay_groups_decay_matrices_and_embeddings_only():
         ([{"lr": 1.0}], TypeError, '"params"'),
     ],
 )
-def test_what_is_no_list_of_parameters_is_refused(params, error, words):
+def test_invalid_parameters_are_refused(params, error, words):
     with pytest.raises(error, match=words):
         AdamW(params)
 
@@ -265,7 +265,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_restored_optimizer_goes_on_bit_for_bit(make):
+def test_a_restored_optimizer_continues_bit_for_bit(make):
     params, rng = three_parameters(), np.random.default_rng(1)
     optimizer = make(params)
     for _ in range(3):
@@ -373,7 +373,7 @@ def test_a_norm_below_the_limit_changes_nothing():
 @pytest.mark.parametrize(
     ("size", "dtype"), [(1e20, np.float32), (1e-25, np.float32), (1e200, np.float64), (1e-200, np.float64)]
 )
-def test_norms_whose_squares_do_not_fit_are_right(size, dtype):
+def test_norms_are_right_if_their_squares_overflow_or_underflow(size, dtype):
     params = [parameter(0.0, size, dtype) for _ in range(100)]
     assert clip_grad_norm(params, math.inf) == pytest.approx(10 * size, rel=1e-6)
 
@@ -385,7 +385,7 @@ def test_a_hundred_huge_float32_gradients_are_clipped_to_a_tenth_each():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_norm_that_is_no_number_is_returned_and_leaves_the_gradients(bad):
+def test_a_nan_or_infinite_norm_is_returned_and_leaves_the_gradients_unchanged(bad):
     p, q = parameter([0.0, 0.0], [1.0, bad], np.float32), parameter(0.0, 2.0, np.float32)
     norm = clip_grad_norm([p, q], 1.0)
     assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
@@ -415,7 +415,7 @@ def test_clipping_without_gradients_gives_zero():
     assert global_norm([np.zeros((0, 3))]) == 0.0
 
 
-def test_clipping_one_gradient_leaves_that_of_the_other_operand():
+def test_clipping_one_gradient_does_not_change_another():
     x, y = parameter(np.ones(3)), parameter(np.ones(3))
     (x + y).sum().backward()
     clip_grad_norm([x], 0.1)
@@ -445,7 +445,7 @@ def test_warmup_follows_the_rule_of_nanogpt(step, lr):
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2, 7])
-def test_the_schedule_rises_once_meets_its_top_once_and_falls_to_the_end(warmup):
+def test_the_schedule_rises_reaches_its_maximum_once_and_falls(warmup):
     lrs = [warmup_cosine(step, 1.0, 0.1, warmup, 31) for step in range(40)]
     assert lrs[0] > 0
     assert all(a < b for a, b in itertools.pairwise(lrs[: warmup + 1]))
@@ -455,7 +455,7 @@ def test_the_schedule_rises_once_meets_its_top_once_and_falls_to_the_end(warmup)
     assert lrs[30] - 0.1 < 0.01
 
 
-def test_a_schedule_that_is_all_warmup_ends_at_the_lowest_rate():
+def test_a_schedule_of_warmup_only_ends_at_the_lowest_rate():
     assert warmup_cosine(4, 1.0, 0.1, 5, 5) == pytest.approx(5 / 6)
     assert warmup_cosine(5, 1.0, 0.1, 5, 5) == 0.1
     assert warmup_cosine(0, 1.0, 0.1, 0, 0) == 0.1
@@ -464,7 +464,7 @@ def test_a_schedule_that_is_all_warmup_ends_at_the_lowest_rate():
 @pytest.mark.parametrize(
     "arguments", [(-1, 1, 0, 0, 5), (0, 1, 0, -1, 5), (0, 1, 0, 6, 5), (0, 1, 2, 0, 5), (0, math.inf)]
 )
-def test_schedules_that_make_no_sense_are_refused(arguments):
+def test_invalid_schedules_are_refused(arguments):
     with pytest.raises(ValueError, match="expected 0 <="):
         warmup_cosine(*arguments)
 
@@ -491,7 +491,7 @@ def test_two_hundred_steps_agree_with_torch(name, dtype, tolerance):
         random_gradients(params, rng)
         for p, q in zip(params, theirs, strict=True):
             q.grad = torch.tensor(p.grad.copy())
-        if i % 5 == 0:  # one without a gradient now and then: its own count of steps stays behind
+        if i % 5 == 0:  # sometimes without a gradient: its count of steps does not advance
             params[1].grad = theirs[1].grad = None
         ours.lr = torch_optimizer.param_groups[0]["lr"] = 0.05 * (1 + i % 7) / 7
         norm = clip_grad_norm(params, 2.0)

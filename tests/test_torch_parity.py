@@ -15,13 +15,13 @@ import tinygrad_mha as tg
 from tinygrad_mha import engine, ops
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch warns at variances of no rows, too
+pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch warns for empty arrays too
 F = torch.nn.functional
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Arrays this small only wait for threads."""
+    """Threads slow down operations on small arrays."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,7 +58,7 @@ def reduced(function):
 
 
 def positions(shape, index):
-    """Where the elements that NumPy's `x[index]` selects stand in x.reshape(-1)."""
+    """The indices into x.reshape(-1) of the elements that NumPy's `x[index]` selects."""
     return torch.tensor(np.array(np.arange(math.prod(shape)).reshape(shape)[index]))
 
 
@@ -93,7 +93,7 @@ def torch_attention(q, k, v, allow=None, bias=None, keep_mask=None, *, scale):
 
 def torch_layer_norm(x, weight=None, bias=None, *, eps):
     y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
-    return y if bias is None else y + bias  # given to torch without a weight, the bias has no second derivative there
+    return y if bias is None else y + bias  # torch has no second derivative for a bias without a weight
 
 
 def torch_rotate(x, *, angles):
@@ -163,7 +163,7 @@ THEIRS = {
 
 
 def constant(x, dtype):
-    """A constant operand: floating arrays in the dtype of the expression, all else as it is."""
+    """A constant operand: floating arrays are converted to the dtype of the expression."""
     return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
 
 
@@ -195,7 +195,7 @@ def run_theirs(e, dtype):
 
 
 def assert_close(ours, theirs, tolerance, what):
-    """Equal to within `tolerance` of the largest number in `theirs` (or of 1); infinities in the same places."""
+    """Equal within `tolerance` times the largest number in `theirs` (at least 1), with the same infinities."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.shape == theirs.shape, f"{what}: shape {ours.shape}, torch has {theirs.shape}"
     assert ours.dtype == theirs.dtype, f"{what}: dtype {ours.dtype}, torch has {theirs.dtype}"
@@ -222,7 +222,7 @@ def assert_parity(e, dtype, tolerance):
 
 
 def assert_second_order_parity(e, seed):
-    """The gradient of <gradients, v> by all leaves and by the cotangent, for random v, equals torch's."""
+    """The gradient of <gradients, v> with respect to leaves and cotangent equals torch's, for random v."""
     rng = np.random.default_rng([seed, 2])
     ours, theirs = run_ours(e, np.float64), run_theirs(e, np.float64)
     leaves = [i for i, line in enumerate(e.program) if not isinstance(line, Step)]
@@ -245,7 +245,7 @@ def assert_second_order_parity(e, seed):
 
 
 def for_each(seeds, check):
-    """`check(expression, seed)`, with the program added to whatever it raises."""
+    """Call `check(expression, seed)`, and add the program to any error."""
     for seed in seeds:
         e = expression(seed)
         try:
@@ -271,17 +271,17 @@ def test_float32_expressions_stay_float32_and_equal_torch(start):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# That the expressions mean something
+# Coverage of the expressions
 
 
 def nodes_of(e):
-    """The nodes that the output of an expression was really made through, in our graph."""
+    """The nodes of our graph that the output of an expression depends on."""
     output = run_ours(e, np.float64)[-1]
     return [value.node for value in engine.toposort([output]) if value.node is not None]
 
 
 def features(e):
-    """What is awkward about an expression, each name once for every step that shows it."""
+    """Names of the special cases in an expression, one for each step that has it."""
     uses = collections.Counter()
     for step in e.program:
         if not isinstance(step, Step):
@@ -329,7 +329,7 @@ def repeats(places):
     return len(np.unique(places)) < places.size
 
 
-def test_every_primitive_has_a_counterpart_and_is_used_many_times():
+def test_every_primitive_has_a_counterpart_in_torch_and_is_used_many_times():
     assert set(BUILDERS) >= PRIMITIVES, f"tests/expressions.py cannot build {PRIMITIVES - set(BUILDERS)}"
     assert set(THEIRS) >= set(BUILDERS), f"no torch counterpart for {set(BUILDERS) - set(THEIRS)}"
     used = collections.Counter(node.op.name for seed in range(SEEDS) for node in nodes_of(expression(seed)))
@@ -337,7 +337,7 @@ def test_every_primitive_has_a_counterpart_and_is_used_many_times():
     assert not rare, f"primitives that the expressions hardly reach: {rare}"
 
 
-def test_the_expressions_are_awkward_and_not_trivial():
+def test_the_expressions_cover_special_cases():
     seen = collections.Counter(name for seed in range(SEEDS) for name in features(expression(seed)))
     rare = {name: count for name, count in seen.items() if count < 20}
     assert len(seen) == 17
@@ -371,8 +371,8 @@ def assert_all_agree(es):
 
 
 @pytest.mark.parametrize("name", sorted(PRIMITIVES))
-def test_a_rule_that_is_off_by_a_thousandth_is_noticed(name, monkeypatch):
-    """Tests the tests: with the rules of one primitive 0.1 % too large, some expression that uses it disagrees."""
+def test_a_rule_that_is_wrong_by_a_thousandth_is_detected(name, monkeypatch):
+    """If the rules of one primitive are 0.1 % too large, an expression that uses it disagrees with torch."""
     op = ops.REGISTRY[name]
     using = [e for e in map(expression, range(200)) if any(isinstance(s, Step) and s.name == name for s in e.program)]
 
@@ -392,7 +392,7 @@ def test_a_rule_that_is_off_by_a_thousandth_is_noticed(name, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Single operations at their edges
+# Edge cases of single operations
 
 
 def assert_same(ours, theirs, *arrays, tolerance=1e-10, cotangent=None):
@@ -432,7 +432,7 @@ def test_clip_at_its_limits_equals_clamp(low, high):
     assert_same(lambda x: ops.clip(x, min=low, max=high), lambda x: torch.clamp(x, low, high), TIED)
 
 
-def test_corners_at_zero_take_the_same_side_as_torch():
+def test_derivatives_at_kinks_equal_torch():
     x = np.array([-2.0, -0.0, 0.0, 3.0])
     assert_same(ops.relu, torch.relu, x)
     assert_same(ops.abs, torch.abs, x)
@@ -456,7 +456,7 @@ def test_powers_at_base_zero_equal_torch():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("tanh", [False, True])
-def test_gelu_equals_torch_far_out(tanh, dtype):
+def test_gelu_equals_torch_for_large_inputs(tanh, dtype):
     far = [0.0, 1e-30, 1e-8, 0.5, 3.0, 5.9, 6.1, 8.0, 10.0, 12.0, 21.657723, 39.0, 41.0, 1e4]
     x = np.array([*far, *(-v for v in far)], dtype)
     assert_same(
@@ -476,7 +476,7 @@ def test_gelu_equals_torch_far_out(tanh, dtype):
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(ops.erf, torch.erf), (ops.sigmoid, torch.sigmoid), (ops.tanh, torch.tanh)]
 )
-def test_saturating_functions_equal_torch_to_the_last_digits(ours, theirs):
+def test_saturating_functions_equal_torch_to_machine_precision(ours, theirs):
     x = np.concatenate([np.linspace(-8, 8, 2001), [-1e3, -40.0, -1e-300, 1e-12, 40.0, 1e3, 1e300]])
     t = torch.tensor(x, requires_grad=True)
     z = theirs(t)
@@ -552,7 +552,7 @@ ROWS = {
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_normalisations_equal_torch(rows, eps):
+def test_normalizations_equal_torch(rows, eps):
     x = ROWS[rows]
     n = x.shape[-1]
     weight, bias = np.random.default_rng(1).standard_normal((2, n))
