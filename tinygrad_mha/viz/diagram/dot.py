@@ -169,7 +169,7 @@ def number_rows(node: Node) -> list[str]:
     if isinstance(value, Table):
         rows.append(wide(heat_table(value)))
     if isinstance(gradient, Table):
-        rows += [wide(font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)), wide(heat_table(gradient))]
+        rows += [wide(font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)), wide(heat_table(gradient, value))]
     elif gradient:
         rows.append(wide(font(gradient, 9, GRADIENT_INK)))
     return rows

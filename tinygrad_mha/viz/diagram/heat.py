@@ -33,18 +33,19 @@ STEPS = 64  # shades on each side of 0: more than an eye tells apart
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def heat_table(table: Table) -> str:
-    """The matrices of a tensor beside each other, four in a row."""
+def heat_table(table: Table, above: Table | None = None) -> str:
+    """The matrices of a tensor beside each other, four in a row, with cells as wide as those of the table above."""
+    size = cell_size(above or table)[0], cell_size(table)[1]
     if len(table.data) == 1:
-        return draw_matrix(table.data[0], table)
-    panels = [f"<TD>{draw_matrix(panel, table)}</TD>" for panel in table.data]
+        return draw_matrix(table.data[0], table, size)
+    panels = [f"<TD>{draw_matrix(panel, table, size)}</TD>" for panel in table.data]
     rows = "".join(f"<TR>{''.join(panels[i : i + 4])}</TR>" for i in range(0, len(panels), 4))
     return f'<TABLE ALIGN="LEFT" BORDER="0" CELLBORDER="0" CELLSPACING="3" CELLPADDING="0">{rows}</TABLE>'
 
 
-def draw_matrix(matrix: np.ndarray, table: Table) -> str:
-    """One matrix of a table; colours, numbers and cells are scaled for all of its matrices together."""
-    (rows, columns), (width, height) = matrix.shape, cell_size(table)
+def draw_matrix(matrix: np.ndarray, table: Table, size: tuple[int, int]) -> str:
+    """One matrix of a table; colours and numbers are scaled for all of its matrices together."""
+    (rows, columns), (width, height) = matrix.shape, size
     most, factor = largest_magnitude(table.data), common_factor(table.data)
     cell = f'<TD FIXEDSIZE="TRUE" WIDTH="{width}" HEIGHT="{height}" BGCOLOR='
     body = []
@@ -52,7 +53,7 @@ def draw_matrix(matrix: np.ndarray, table: Table) -> str:
         body.append("<TR>")
         for x in row:
             colour, ink = colour_of(x, most, table.palette)
-            body.append(f'{cell}"{colour}">{cell_text(x, factor, ink, shows_numbers(table), (width, height))}</TD>')
+            body.append(f'{cell}"{colour}">{cell_text(x, factor, ink, shows_numbers(table), size)}</TD>')
         body.append("</TR>")
     extent = f'FIXEDSIZE="TRUE" WIDTH="{columns * (width + 1) + 1}" HEIGHT="{rows * (height + 1) + 1}"'
     look = 'BORDER="0" CELLBORDER="0" CELLSPACING="1" CELLPADDING="0"'

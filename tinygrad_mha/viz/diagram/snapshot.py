@@ -16,14 +16,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tinygrad_mha.engine import Node, toposort
+from tinygrad_mha.engine import toposort
 from tinygrad_mha.files import replacing
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.diagram import graphviz_engines as engines
 from tinygrad_mha.viz.diagram.contents import compose_picture
 from tinygrad_mha.viz.diagram.diff import compare_pictures
 from tinygrad_mha.viz.diagram.dot import fit, to_dot
-from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Layout, Options, make_layout
+from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Options, make_layout
 from tinygrad_mha.viz.diagram.labels import choose_titles
 from tinygrad_mha.viz.diagram.modules import Modules, Pattern, arrange_modules, contract_modules, entry_key, matches
 from tinygrad_mha.viz.diagram.picture import Picture
@@ -165,7 +165,6 @@ def graph(
     """
     check_options(depth, ops, values, grads, direction, max_nodes, engine)
     roots, keys = find_tensors(y)
-    refuse_early(roots, depth, fold and ops == "folded", collapse, max_nodes)
     options = Options(
         depth=depth,
         collapse=as_patterns(collapse, "collapse"),
@@ -175,6 +174,7 @@ def graph(
         values=None if values == "auto" else bool(values),
         grads=None if grads == "auto" else bool(grads),
     )
+    refuse_early(roots, options, max_nodes)
     if backward and len(roots) != 1:
         raise ValueError(f"backward=True draws one output, got {len(roots)}")
     run = record_backward(roots[0]) if backward else record_forward(roots, lambda op: op.name in options.expand)
@@ -184,7 +184,9 @@ def graph(
     modules = arrange_modules(run)
     check_patterns(run, modules, options)
     layout = make_layout(run, modules, options)
-    check_size(layout, max_nodes)
+    n = len(layout.boxes)
+    if max_nodes is not None and n > max_nodes:
+        raise too_large(f"{n:,}", max_nodes, find_fitting_depth(run, options, max_nodes))
     titles = choose_titles(layout)
     outputs = [titles[root] for root in run.roots]
     title = f"graph of {', '.join(outputs[:3])}{', …' if len(outputs) > 3 else ''}"
@@ -283,51 +285,29 @@ def check_patterns(run: Run, modules: Modules, options: Options) -> None:
             raise ValueError(f"{pattern!r} matches nothing in this run. Modules: {known}. Fused primitives: {fused}")
 
 
-def check_size(layout: Layout, max_nodes: int | None) -> None:
-    if max_nodes is not None and len(layout.boxes) > max_nodes:
-        raise too_large(f"{len(layout.boxes):,}", max_nodes, find_fitting_depth(layout, max_nodes))
-
-
-def find_fitting_depth(layout: Layout, max_nodes: int) -> int | None:
-    """The largest depth at which there are no more than `max_nodes` boxes."""
-    for depth in range(max(len(frame.enclosing) - 1 for frame in layout.modules.members) - 1, -1, -1):
-        options = replace(layout.options, depth=depth)
-        if len(make_layout(layout.run, arrange_modules(layout.run), options).boxes) <= max_nodes:
-            return depth
-    return None
-
-
-def refuse_early(roots: list[Tensor], depth: int | None, folds: bool, collapse: Any, max_nodes: int | None) -> None:
-    """Raise if the picture is far too large, from the number of operations in each module, before values are collected.
+def refuse_early(roots: list[Tensor], options: Options, max_nodes: int | None) -> None:
+    """Raise if the picture is far too large, from the number of operations in each module, before the run is read.
 
     A box holds at most a few operations, and the operations of one module are not repetitions of each other.
     """
-    if max_nodes is None or collapse is not None:
-        return
     nodes = [tensor.node for tensor in toposort(roots, everything=True) if tensor.node is not None]
-    if len(nodes) <= max_nodes:
+    if max_nodes is None or options.collapse or len(nodes) <= max_nodes:
         return
-    sizes = Counter(scope_key(node.scope) for node in nodes if node.op.kind not in RESHAPING)
-    shown = [n for scope, n in sizes.items() if depth is None or len(scope) <= depth]
-    least = max(shown, default=0) // (MOST_IN_A_FORMULA if folds else 1)
-    if least <= max_nodes:
-        return
-    raise too_large(f"more than {least:,}", max_nodes, depth_that_fits(nodes, max_nodes))
+    sizes = Counter(tuple(map(entry_key, node.scope)) for node in nodes if node.op.kind not in RESHAPING)
+    shown = [n for scope, n in sizes.items() if options.depth is None or len(scope) <= options.depth]
+    least = max(shown, default=0) // (MOST_IN_A_FORMULA if options.fold and not options.separate else 1)
+    if least > max_nodes:
+        fitting = find_fitting_depth(record_forward(roots), options, max_nodes) if any(sizes) else None
+        raise too_large(f"more than {least:,}", max_nodes, fitting)
 
 
-def depth_that_fits(nodes: list[Node], max_nodes: int) -> int | None:
-    """The largest depth at which there are no more than `max_nodes` boxes, even if nothing is folded."""
-    for depth in range(max(len(node.scope) for node in nodes) - 1, -1, -1):
-        shown = [node for node in nodes if len(node.scope) <= depth]
-        leaves = {id(x) for node in shown for x in node.inputs if isinstance(x, Tensor) and x.node is None}
-        closed = {scope_key(node.scope[: depth + 1]) for node in nodes if len(node.scope) > depth}
-        if len(shown) + len(leaves) + len(closed) <= max_nodes:
+def find_fitting_depth(run: Run, options: Options, max_nodes: int) -> int | None:
+    """The largest depth at which there are no more than `max_nodes` boxes."""
+    modules = arrange_modules(run)
+    for depth in range(max(len(frame.enclosing) - 1 for frame in modules.members) - 1, -1, -1):
+        if len(make_layout(run, modules, replace(options, depth=depth)).boxes) <= max_nodes:
             return depth
     return None
-
-
-def scope_key(scope: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(entry_key, scope))
 
 
 def too_large(boxes: str, max_nodes: int, fitting: int | None) -> GraphTooLargeError:
