@@ -690,7 +690,7 @@ def test_modules_are_frames_under_the_names_that_people_gave_them():
     graph = tg.graph(model(IDS))
     assert [c.title for c in graph.picture.clusters] == ["GPT", "h.0", "attn", "mlp", "h.1", "attn", "mlp"]
     assert frame_of(graph, "output") == ["GPT"]
-    assert {"W_QKV", "c_attn.bias", "ln_1.weight", "wte.weight"} < set(titles(graph))
+    assert {"W_QKV", "b_QKV", "c_fc.bias", "ln_1.weight", "wte.weight"} < set(titles(graph))
 
 
 def test_a_leaf_belongs_where_it_is_used_and_an_input_outside():
@@ -773,7 +773,7 @@ def test_a_sum_of_two_branches_is_no_residual():
 
 def test_parameters_have_names_though_their_module_is_gone():
     shown = titles(tg.graph(gpt(n_layer=1)(IDS)))
-    assert {"W_QKV", "c_attn.bias", "ln_1.weight", "ln_f.bias", "wpe.weight"} < set(shown)
+    assert {"W_QKV", "b_QKV", "c_fc.bias", "ln_1.weight", "ln_f.bias", "wpe.weight"} < set(shown)
 
 
 def test_tied_weights_are_one_box():

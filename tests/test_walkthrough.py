@@ -1,4 +1,4 @@
-"""What the walkthrough page holds: true numbers, true equations, true dependence, and nothing else."""
+"""The content of the walkthrough page: numbers, equations and dependence of rows are those of the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import html
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,11 +14,8 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
-from tinygrad_mha.nn.positions import rotary
-
-# The module, which in its package stands behind the function of the same name.
-module = sys.modules[tg.walkthrough.__module__]
-observed = sys.modules["tinygrad_mha.viz.page.measure"]
+from tinygrad_mha.nn.positions import Position, rotary
+from tinygrad_mha.viz.page import document, equations, measure
 
 WORDS = ["the", "cat", "sat", "on", "mats"]
 
@@ -105,14 +101,14 @@ def test_float64_numbers_are_exact_in_a_small_page_and_have_seven_digits_in_a_la
     mha, x = attention(rng), rng.standard_normal((5, 5))
     exact = numbers(tg.walkthrough(mha, x))
     assert np.array_equal(exact["X"], x)
-    monkeypatch.setattr(module, "GOOD_BYTES", len(tg.walkthrough(mha, x).html) - 1)
+    monkeypatch.setattr(document, "GOOD_BYTES", len(tg.walkthrough(mha, x).html) - 1)
     short = numbers(tg.walkthrough(mha, x))
     assert short["X"].dtype == np.float32
     np.testing.assert_allclose(short["X"], x, rtol=1e-7)
 
 
 def test_what_float32_cannot_hold_stays_float64(rng, monkeypatch):
-    monkeypatch.setattr(module, "GOOD_BYTES", 0)
+    monkeypatch.setattr(document, "GOOD_BYTES", 0)
     x = rng.standard_normal((5, 5))
     x[1, 2] = 1e200
     assert numbers(tg.walkthrough(attention(rng), x))["X"][1, 2] == 1e200
@@ -129,61 +125,119 @@ def test_infinity_and_nan_are_shown_and_nobody_is_warned(rng):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Equations: each one that the page shows is computed as it stands
+# Equations: each one on the page is evaluated as it is written
 
 
-def computed(equation, values, gradients, causal):
-    """Both sides of an equation of the page, by Python: ∂Q_1 becomes d_Q_1, a matrix product stays a matrix product."""
+def evaluate(equation, values, gradients, causal):
+    """Both sides of an equation: ∂Q_1 becomes d_Q_1, a matrix product remains a matrix product."""
     names = {**values, **{f"d_{name}": g for name, g in gradients.items()}}
     n = len(values["X"])
-    seen, places = np.tri(n, dtype=bool) if causal else np.ones((n, n), dtype=bool), np.arange(n)
-    forward = "∂" not in equation
+    allowed, positions = np.tri(n, dtype=bool) if causal else np.ones((n, n), dtype=bool), np.arange(n)
     names |= {
-        "mask": lambda s: np.where(seen, s, -np.inf if forward else 0.0),
+        "mask": lambda s: np.where(allowed, s, -np.inf),
+        "where_allowed": lambda s: np.where(allowed, s, 0.0),
         "softmax": lambda s: tg.ops.softmax(s),
-        "rotate": lambda x: rotary(x, places),
-        "rotate_back": lambda x: rotary(x, -places),
-        "row_sums": lambda x: x.sum(axis=1, keepdims=True),
-        "sum_of_rows": lambda x: np.atleast_2d(x).sum(axis=0, keepdims=True),
+        "rotate": lambda x: rotary(x, positions),
+        "rotate_back": lambda x: rotary(x, -positions),
+        "row_sum": lambda x: x.sum(axis=1, keepdims=True),
+        "column_sum": lambda x: np.atleast_2d(x).sum(axis=0, keepdims=True),
+        "sum": np.sum,
         "concat": lambda *hs: np.concatenate(hs, axis=1),
+        "sigmoid": tg.ops.sigmoid,
+        "tanh": np.tanh,
     }
-    left, _, right = equation.partition(" = ")
+    left, _, right = equation.replace(equations.NO_BREAK, " ").partition(" = ")
     if " | " in right:
         right = f"concat({right.replace(' | ', ', ')})"
-    right = re.sub(r"Σᵢ (.*)", r"sum_of_rows(\1)", right).replace(" + …", "")
-    for old, new in {"rotate⁻¹ ": "rotate_back", "Σⱼ": "row_sums", "∂": "d_", "ᵀ": ".T", "∘": "*", "−": "-"}.items():
+    right = re.sub(r"(\S+) where allowed", r"where_allowed(\1)", right).replace(" + …", "")
+    replaced = {
+        "row sum": "row_sum",
+        "column sum": "column_sum",
+        "′": "_back",
+        "∂": "d_",
+        "ᵀ": ".T",
+        "·": "*",
+        "−": "-",
+    }
+    for old, new in replaced.items():
         left, right = left.replace(old, new), right.replace(old, new)
-    right = re.sub(r"√(\d+)", r"\1 ** 0.5", right)
+    right = re.sub(r"(\w+)²", r"\1 ** 2", re.sub(r"√(\d+)", r"\1 ** 0.5", right))
     return eval(left, names), eval(right, names)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_every_equation_is_true(rng, options, causal):
-    mha = attention(rng, **options).astype(np.float64)
-    page = tg.walkthrough(mha, rng.standard_normal((5, 5)), causal=causal, grad=rng.standard_normal((5, 3)))
+def split_sum(text):
+    """The terms of a sum; a + in brackets is part of a term."""
+    terms = [""]
+    for part in re.split(r"( \+ )", text):
+        if part == " + " and terms[-1].count("(") == terms[-1].count(")"):
+            terms.append("")
+        else:
+            terms[-1] += part
+    return terms
+
+
+def assert_every_equation_holds(page, causal=True):
+    """Compare both sides of all equations; return those with a cut sum, by what they are of, and all left sides."""
     values, gradients = numbers(page), numbers(page, "gradient")
-    made, to_x = set(), {}
+    cut, made = {}, set()
     for walk in block(page, "data")["walks"]:
         for step in walk:
             for equation in step["forward"] + step["backward"]:
                 if " = " not in equation:
-                    assert equation in ("X", "∂Y")  # where a walk begins
+                    assert equation in ("X", "∂Y")  # where a pass begins
                     continue
-                left, right = computed(equation, values, gradients, causal)
+                left, right = evaluate(equation, values, gradients, causal)
                 made.add(equation.split()[0])
                 if equation.endswith("…"):
-                    to_x |= {term: computed(f"∂X = {term}", values, gradients, causal)[1] for term in terms(equation)}
+                    terms = split_sum(equation.partition(" = ")[2].removesuffix(" + …"))
+                    cut.setdefault(equation.split()[0], {}).update(
+                        {term: evaluate(f"X = {term}", values, gradients, causal)[1] for term in terms}
+                    )
                 else:
                     np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12, err_msg=equation)
-    if to_x:  # each head shows its own part of the sum
-        np.testing.assert_allclose(sum(to_x.values()), gradients["X"], rtol=1e-9, atol=1e-12)
-    constants = {name for name in values if name.startswith(("W_", "b_", "alibi_", "relative_", "X"))}
-    assert made == set(values) - constants | {f"∂{name}" for name in gradients} - {"∂Y"}
+    for name, terms in cut.items():  # each head shows its own terms of the sum
+        np.testing.assert_allclose(sum(terms.values()), gradients[name.removeprefix("∂")], rtol=1e-9, atol=1e-12)
+    constants = {
+        name
+        for name in values
+        if name.startswith(("W_", "b_", "alibi_", "relative_", "constant_", "temp", "gate", "X"))
+    }
+    free = {name for name in gradients if name.startswith("relative_")}
+    assert made >= set(values) - constants | {f"∂{name}" for name in set(gradients) - {"Y"} - free}
+    return made
 
 
-def terms(equation):
-    return equation.partition(" = ")[2].removesuffix(" + …").split(" + ")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_every_equation_holds_for_the_numbers_of_the_run(rng, options, causal):
+    mha = attention(rng, **options).astype(np.float64)
+    page = tg.walkthrough(mha, rng.standard_normal((5, 5)), causal=causal, grad=rng.standard_normal((5, 3)))
+    assert_every_equation_holds(page, causal)
+
+
+def equations_of(page, head=0):
+    return {step["out"]: step["forward"] + step["backward"] for step in block(page, "data")["walks"][head]}
+
+
+def test_equations_read_as_in_the_paper(rng):
+    page = tg.walkthrough(attention(rng, bias=True), rng.standard_normal((5, 5)))
+    shown = {
+        name: [text.replace(equations.NO_BREAK, "~") for text in texts] for name, texts in equations_of(page).items()
+    }
+    projected = [("Q_1", "∂scores_1 / √7 @ K_1"), ("K_1", "∂scores_1ᵀ / √7 @ Q_1"), ("V_1", "S_1ᵀ @ ∂H_1")]
+    for name, gradient in projected:
+        forward = f"{name} = X @ W_{name[0]}1 + b_{name[0]}1"
+        parameters = [f"∂W_{name[0]}1 = Xᵀ @ ∂{name}", f"∂b_{name[0]}1 = column sum( ∂{name} )"]
+        assert shown.pop(name) == [forward, f"∂{name} = {gradient}", *parameters]
+    assert shown == {
+        "X": ["X", "∂X = ∂Q_1 @ W_Q1ᵀ + ∂K_1 @ W_K1ᵀ + ∂V_1 @ W_V1ᵀ + …"],
+        "scores_1": ["scores_1 = Q_1 @ K_1ᵀ / √7", "∂scores_1 = ∂masked_1 where~allowed"],
+        "masked_1": ["masked_1 = mask( scores_1 )", "∂masked_1 = S_1 * ( ∂S_1 − row sum(~∂S_1 * ~S_1))"],
+        "S_1": ["S_1 = softmax( masked_1 )", "∂S_1 = ∂H_1 @ V_1ᵀ"],
+        "H_1": ["H_1 = S_1 @ V_1", "∂H_1 = ∂Concat [:,0:11]"],
+        "Concat": ["Concat = H_1 | H_2", "∂Concat = ∂Y @ W_Oᵀ"],
+        "Y": ["Y = Concat @ W_O + b_O", "∂Y", "∂W_O = Concatᵀ @ ∂Y", "∂b_O = column sum( ∂Y )"],
+    }
 
 
 def test_a_walk_has_ten_steps_under_a_mask_and_nine_without(rng):
@@ -191,7 +245,176 @@ def test_a_walk_has_ten_steps_under_a_mask_and_nine_without(rng):
     outs = [[step["out"] for step in walk] for walk in block(tg.walkthrough(mha, x), "data")["walks"]]
     assert outs[1] == ["X", "Q_2", "K_2", "V_2", "scores_2", "masked_2", "S_2", "H_2", "Concat", "Y"]
     (walk, _) = block(tg.walkthrough(mha, x, causal=False), "data")["walks"]
-    assert [step["kind"] for step in walk] == ["X", "Q", "K", "V", "scores", "S", "H", "Concat", "Y"]
+    assert [step["out"] for step in walk] == ["X", "Q_1", "K_1", "V_1", "scores_1", "S_1", "H_1", "Concat", "Y"]
+
+
+def forms_of(page):
+    """The explanations that the page selects, as page.js does: (forward, backward) of each step."""
+    forms = json.loads(document.read_page_file("words.json"))["forms"]
+
+    def select(kind, equation):
+        text = re.sub(r"([A-Za-z]+)_[A-Za-z0-9]+", r"\1", equation)
+        return next((key for key, form in forms[kind].items() if re.fullmatch(form, text)), "other")
+
+    return {
+        out: (select("forward", texts[0]), select("backward", texts[1])) for out, texts in equations_of(page).items()
+    }
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_every_step_of_our_own_attention_has_an_explanation(rng, options, causal):
+    forms = forms_of(tg.walkthrough(attention(rng, **options), rng.standard_normal((5, 5)), causal=causal))
+    assert "other" not in {form for pair in forms.values() for form in pair}
+    biased = "position" in options and options["position"] != "rotary"
+    assert forms.get("masked_1", ("", ""))[0] == "biased" * biased + "_" * (biased and causal) + "masked" * causal
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention of the user's own
+
+
+def doubled(name, tensor):
+    return tensor * 2 if name == "scores" else tensor
+
+
+class Temperature(tg.nn.MultiHeadAttention):
+    """Its forward has other scores, its per_head does not know."""
+
+    def forward(self, x, causal=False, edit=None):
+        def change(name, tensor):
+            return doubled(name, tensor if edit is None else edit(name, tensor))
+
+        return super().forward(x, causal=causal, edit=change)
+
+
+class Biased(tg.nn.MultiHeadAttention):
+    def forward(self, x, **options):
+        return super().forward(x, bias=np.eye(x.shape[-2], dtype=x.dtype), **options)
+
+
+class LooksAhead(tg.nn.MultiHeadAttention):
+    def forward(self, x, causal=False, **options):
+        return super().forward(x, causal=False, **options)
+
+
+class Gated(tg.nn.MultiHeadAttention):
+    """The same values as per_head, but no gradient through the weights."""
+
+    def forward(self, x, **options):
+        return super().forward(x, edit=lambda name, t: t.detach() if name == "weights" else t, **options)
+
+
+@pytest.mark.parametrize(
+    ("variant", "step"),
+    [(Temperature, "masked_1"), (Biased, "masked_1"), (LooksAhead, "masked_1"), (Gated, "the gradient of X")],
+)
+def test_an_attention_whose_forward_differs_from_its_per_head_is_refused(rng, variant, step):
+    mha = variant(5, n_head=2, d_k=7, d_v=11, rng=0)
+    with pytest.raises(ValueError, match=f"forward and per_head of this {variant.__name__} differ") as error:
+        tg.walkthrough(mha, rng.standard_normal((5, 5)))
+    assert f" {step}." in str(error.value)
+
+
+class Variant(tg.nn.MultiHeadAttention):
+    """A variant that changes both: scores times a learned temperature plus a bias, and a gate on the output."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.temperature = tg.Tensor([[1.5]], requires_grad=True)
+        self.gate = tg.Tensor(np.random.default_rng(1).standard_normal((5, 3)), requires_grad=True)
+        self.bias = np.random.default_rng(2).standard_normal((7, 7))
+
+    def forward(self, x, causal=False):
+        n = x.shape[-2]
+        scale = lambda name, t: (t * self.temperature + self.bias[:n, :n]) if name == "scores" else t  # noqa: E731
+        return super().forward(x, causal=causal, edit=scale) * tg.ops.sigmoid(x @ self.gate)
+
+    def per_head(self, x, causal=False):
+        steps = []
+        n = x.shape[-2]
+        for i in range(self.n_head):
+            columns = slice(7 * i, 7 * i + 7), slice(11 * i, 11 * i + 11)
+            weights = self.wq[:, columns[0]], self.wk[:, columns[0]], self.wv[:, columns[1]]
+            q, k, v = (x @ w.named(f"W_{name}{i + 1}") for w, name in zip(weights, "QKV", strict=True))
+            q, k, v = q.named(f"Q_{i + 1}"), k.named(f"K_{i + 1}"), v.named(f"V_{i + 1}")
+
+            def observe(name, t, i=i):
+                if name == "scores":
+                    return (t * self.temperature + self.bias[:n, :n]).named(f"scores_{i + 1}")
+                return t.named({"masked": "masked", "weights": "S", "heads": "H"}[name] + f"_{i + 1}")
+
+            steps.append(tg.ops.attend(q, k, v, tg.nn.causal(n) if causal else None, observe=observe))
+        concat = tg.ops.concat(steps, axis=-1).named("Concat")
+        return (concat @ self.wo) * tg.ops.sigmoid(x @ self.gate).named("G")
+
+
+def test_the_equations_of_a_variant_are_its_own(rng):
+    mha = Variant(5, n_head=2, d_k=7, d_v=11, d_out=3, rng=0).astype(np.float64)
+    page = tg.walkthrough(mha, rng.standard_normal((5, 5)), grad=rng.standard_normal((5, 3)))
+    made = assert_every_equation_holds(page)
+    assert {"∂temperature", "∂gate", "∂G"} < made
+    shown = equations_of(page)
+    assert shown["scores_1"][0] == "scores_1 = Q_1 @ K_1ᵀ / √7 * temperature + constant_1"
+    assert shown["Y"][0] == "Y = Concat @ W_O * G"
+    assert shown["G"][0] == "G = sigmoid( X @ gate )"
+    forms = forms_of(page)
+    assert [name for name, (forward, _) in forms.items() if forward == "other"] == ["scores_1", "G", "Y"]
+    assert forms["Q_1"] == ("Q", "other")
+    np.testing.assert_allclose(numbers(page)["Y"], mha(tg.Tensor(numbers(page)["X"]), causal=True).data, rtol=1e-9)
+
+
+class Power(Position):
+    rotates = True
+
+    def rotate(self, x, positions):
+        return (x + 1.0) * x
+
+
+def test_the_formula_of_a_position_object_is_written_out(rng):
+    page = tg.walkthrough(attention(rng, position=Power()).astype(np.float64), rng.standard_normal((5, 5)))
+    assert_every_equation_holds(page)
+    assert equations_of(page)["Q_1"][0] == "Q_1 = ( X @ W_Q1 + 1) * (\xa0X @ \xa0W_Q1)"
+
+
+class Long(Position):
+    rotates = True
+
+    def rotate(self, x, positions):
+        for _ in range(40):
+            x = tg.ops.tanh(x) + x
+        return x
+
+
+def test_a_step_of_many_operations_says_only_what_it_is_computed_from(rng):
+    page = tg.walkthrough(attention(rng, position=Long()), rng.standard_normal((5, 5)))
+    shown = equations_of(page)
+    assert shown["Q_1"][0] == "Q_1 = f( X , W_Q1 )"
+    assert re.fullmatch(r"∂W_Q1 = f\((\S| )*\)", shown["Q_1"][2])
+    assert shown["S_1"][0] == "S_1 = softmax( masked_1 )"
+
+
+def test_what_the_page_needs_must_have_a_name(rng):
+    class Unnamed(tg.nn.MultiHeadAttention):
+        def per_head(self, x, causal=False):
+            return self(x, causal=causal)
+
+    with pytest.raises(ValueError, match=r"must name the matrices X, Q_1, V_1, H_1, \.\.\.; it names .*Concat"):
+        tg.walkthrough(Unnamed(5, n_head=2, rng=0), rng.standard_normal((5, 5)))
+
+
+def test_decoding_says_where_it_differs(rng):
+    class Length(tg.nn.MultiHeadAttention):
+        """Its values depend on the number of tokens, which a cache does not reproduce."""
+
+        def forward(self, x, cache=None, **options):
+            return super().forward(x, cache=cache, **options) * float(x.shape[-2])
+
+        def per_head(self, x, **options):
+            return (super().per_head(x, **options) * float(x.shape[-2])).named("Y")
+
+    page = tg.walkthrough(Length(5, n_head=2, rng=0), rng.standard_normal((5, 5)))
+    assert [step["agrees"] for step in block(page, "data")["decode"]] == [False] * 5
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -210,9 +433,11 @@ def test_the_reach_of_rows_is_that_of_one_derivative_at_a_time(rng, options):
     found = reached(tg.walkthrough(mha, x))
     mha.astype(np.float64)
     y = mha.per_head(tg.Tensor(x, requires_grad=True, name="X"), causal=True)
-    tensors = observed.named(y, mha)
+    order = [t for t in tg.engine.toposort([y]) if t.ndim <= 2]
+    names = measure.name_tensors(y, mha)
+    tensors = {names[id(t)]: t for t in order if names.get(id(t)) in block(tg.walkthrough(mha, x), "data")["matrices"]}
     for name, made in tensors.items():
-        if not name.startswith(("W_", "b_", "X")):
+        if not name.startswith(("W_", "b_", "X", "relative_")):
             assert set(found[name]) <= set(tensors)
             for i in range(5):
                 direction = rng.standard_normal(made.shape) * (np.arange(5) == i)[:, None]
@@ -422,7 +647,7 @@ def test_a_page_of_12_tokens_and_4_heads_stays_under_a_megabyte(rng, width):
 
 
 def test_wide_matrices_are_cut_to_what_fits_and_say_so(rng, monkeypatch):
-    monkeypatch.setattr(module, "GOOD_BYTES", 150_000)
+    monkeypatch.setattr(document, "GOOD_BYTES", 150_000)
     mha = tg.nn.MultiHeadAttention(46, n_head=2, rng=0)
     x = rng.standard_normal((3, 46)).astype(np.float32)
     page = tg.walkthrough(mha, x)
@@ -436,22 +661,27 @@ def test_wide_matrices_are_cut_to_what_fits_and_say_so(rng, monkeypatch):
 
 
 def test_a_page_that_would_be_too_large_is_refused(rng, monkeypatch):
-    monkeypatch.setattr(module, "GOOD_BYTES", 10)
-    monkeypatch.setattr(module, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(document, "GOOD_BYTES", 10)
+    monkeypatch.setattr(document, "MOST_BYTES", 10_000)
     with pytest.raises(ValueError, match=r"5 tokens and 2 heads would have 0\.1 MB even with 16 columns"):
         tg.walkthrough(attention(rng), np.eye(5))
 
 
 def test_both_languages_say_the_same_things():
-    words = json.loads(module.page_file("words.json"))
-    assert set(words) == set(module.LANGUAGES)
+    words = json.loads(document.read_page_file("words.json"))
+    forms = words.pop("forms")
+    assert set(words) == set(document.LANGUAGES)
     assert list(words["en"]) == list(words["zh"])
     for key, english in words["en"].items():
         for pattern in (r"\{(\w+)\}", r"\[(\w+)\]"):
             assert set(re.findall(pattern, english)) == set(re.findall(pattern, words["zh"][key])), key
-    quoted = set(re.findall(r"'([a-zA-Z_]+)'", module.page_file("page.js")))
-    built = ("why_", "back_", "name_", "loss_")  # and a kind of step or loss
-    assert {key for key in words["en"] if not key.startswith(built)} <= quoted | set(module.KINDS.values())
+    explained = {f"{prefix}_{form}" for form in [*forms["forward"], "other"] for prefix in ("why", "name")}
+    explained |= {f"back_{form}" for form in [*forms["backward"], "other"]} | {"why_X_layer", "why_Concat_one"}
+    explained |= {"loss_half_squares", "loss_given", "loss_next_token", "why_bias", "why_rotate", "why_shared"}
+    built = {key for key in words["en"] if key.startswith(("why_", "back_", "name_", "loss_"))}
+    assert built == explained
+    quoted = set(re.findall(r"'([a-zA-Z_]+)'", document.read_page_file("page.js")))
+    assert set(words["en"]) - built <= quoted | {"input", "parameter", "attention", "output", "constant"}
 
 
 def test_the_files_of_the_page_are_installed_with_the_package():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha.nn.positions import Position
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: the page is not tested")
 from selenium.webdriver.chrome.service import Service  # noqa: E402 (after the check that it is there)
@@ -207,7 +208,7 @@ def test_pointing_at_a_row_of_y_lights_the_rows_of_x_that_it_may_see(page):
         assert page.rows("source", "X") == list(range(i + 1))
         assert page.rows("off", "X") == list(range(i + 1, 5))
         assert page.rows("source", "Concat", "#equations") == [i]
-    assert "came from X: all rows" in page.text("#status")
+    assert "depends on X: all rows" in page.text("#status")
 
 
 def test_without_a_mask_every_row_of_y_came_from_all_of_x(opened, mha, x):
@@ -260,7 +261,7 @@ def test_gradients_come_with_the_adjoint_equation(page):
     figures = page.find("#equations .equation:first-child figure")
     assert [f.find_element(By.CSS_SELECTOR, "figcaption b").text for f in figures] == ["5×5", "5×11", "5×11"]
     page.point(page.vectors("V_1", of="gradients")[2])
-    assert "its gradient arrives from Y: “sat” “on” “mats”" in page.text("#status")
+    assert "its gradient comes from Y: “sat” “on” “mats”" in page.text("#status")
     assert "goes on to X: “sat”" in page.text("#status")
     page.go(10)
     assert "half the sum of the squares of Y" in page.text("#why")
@@ -369,7 +370,7 @@ def test_the_page_speaks_chinese_at_once_or_when_asked(opened, mha, x):
     assert page.one("html").get_attribute("lang") == "zh-CN"
     page.go(8)
     page.point(page.vectors("H_1")[1])
-    assert page.text("#status").startswith("“们” H1 来自 X：“我” “们”")
+    assert page.text("#status").startswith("“们” H1 依赖 X：“我” “们”")
     page.one("#language").click()
     assert page.text("#title") == "Multi-head attention, step by step"
     assert page.text("#step").startswith("Step 8")
@@ -435,9 +436,29 @@ WALK = """return [...document.querySelectorAll('#map button.step')].map(button =
 })"""
 
 
+class Squared(Position):
+    """A position of the user's own: its formula is written out."""
+
+    rotates = True
+
+    def rotate(self, x, positions):
+        return x**2 + 1.0
+
+
+class Scaled(tg.nn.MultiHeadAttention):
+    """A variant with another output, in forward and per_head."""
+
+    def forward(self, x, **options):
+        return super().forward(x, **options) * 0.3
+
+    def per_head(self, x, **options):
+        return super().per_head(x, **options) * 0.3
+
+
 def test_every_kind_of_attention_can_be_walked_through_without_a_complaint(opened, rng):
     rotary = tg.nn.MultiHeadAttention(8, n_head=4, n_kv_head=2, bias=True, position="rotary", d_k=6, rng=0)
     alibi = tg.nn.MultiHeadAttention(8, n_head=1, position="alibi", rng=0)
+    relative = tg.nn.MultiHeadAttention(8, n_head=2, position="relative", rng=0)
     x = rng.standard_normal((4, 8))
     x_broken = np.where(np.eye(4, 8) > 0, np.nan, x)
     for walkthrough in (
@@ -446,6 +467,8 @@ def test_every_kind_of_attention_can_be_walked_through_without_a_complaint(opene
         tg.walkthrough(alibi, x, causal=False),
         tg.walkthrough(alibi, x[:1]),
         tg.walkthrough(rotary, x_broken),
+        tg.walkthrough(relative, x),
+        tg.walkthrough(Scaled(8, n_head=2, position=Squared(), rng=0), x),
     ):
         page = opened(walkthrough)
         for of in ("values", "gradients"):

@@ -163,7 +163,10 @@ class CausalSelfAttention(Module):
         self.detail = self.heads.detail
         self.c_attn = Linear(width, width + 2 * n_kv_head * self.d_k, config.bias, STD, rng)
         self.c_proj = Linear(width, width, config.bias, residual_std(config), rng)
-        self.c_attn.weight.name, self.c_proj.weight.name = "W_QKV", "W_O"
+        for linear, index in ((self.c_attn, "QKV"), (self.c_proj, "O")):
+            linear.weight.name = f"W_{index}"
+            if linear.bias is not None:
+                linear.bias.name = f"b_{index}"
 
     def forward(self, x: Any, positions: Any = None, **options: Any) -> Tensor:
         """(T, C) or (B, T, C) -> the same shape; `options` are cache, key_allow and edit of `MultiHeadAttention`."""

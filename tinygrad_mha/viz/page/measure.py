@@ -1,13 +1,15 @@
-"""One attention layer at work: everything that the walkthrough page shows, computed and not yet drawn.
+"""What the walkthrough page shows of an attention layer: equations, matrices, dependence of rows, decoding.
 
-Values are those of `per_head`, gradients those of `grad`. Which row depends on which is answered by vector-Jacobian
-products, what a cache computes, reads and saves by decoding with a `KVCache`.
+Values come from a run of `per_head`, gradients from its recorded backward pass, and equations from both. Which row
+depends on which is measured by vector-Jacobian products, and decoding by running the layer with a `KVCache`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,30 +17,45 @@ import numpy as np
 from tinygrad_mha import engine, modes, ops, transforms
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.decoding import count_multiply_adds
-from tinygrad_mha.nn import GPT, CausalSelfAttention, KVCache, MultiHeadAttention
+from tinygrad_mha.nn import GPT, KVCache
+from tinygrad_mha.nn.heads import NAMES
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
+from tinygrad_mha.viz.diagram.record import record_backward
+from tinygrad_mha.viz.page.equations import Json, write_walks
+
+__all__ = ["MOST_PARAMETER_ROWS", "Subject", "collect", "name_tokens", "prepare_attention", "prepare_layer"]
 
 MOST_TOKENS = 64
-MOST_PARAMETER_ROWS = 256  # of a weight: how many are asked what they reach
-THRESHOLD = 1e-9  # of the largest derivative: a row whose part is not more than this has not been reached
+MOST_PARAMETER_ROWS = 256  # of a parameter: for how many rows it is measured what they reach
+THRESHOLD = 1e-9  # relative: a row is reached if its derivative is more than this part of the largest one
 
-Json = dict[str, Any]
 AnyModule = TypeVar("AnyModule", bound=Module)
-AnyAttention = MultiHeadAttention | CausalSelfAttention
 
 
 class Subject(NamedTuple):
-    """An attention (a copy that is ours), its input (T, d_model), the gradient of Y if known, and facts to be told."""
+    """An attention layer (a copy), its input (T, d_model), the gradient of Y if it is known, and facts to show."""
 
-    attention: AnyAttention
+    attention: Any
     x: np.ndarray
     grad: Any
     facts: Json
 
 
-def private(module: AnyModule) -> AnyModule:
-    """A copy to run: without dropout, and with a gradient for everything, frozen parts too."""
+class Recorder(Module):
+    """Calls a module in its place, and keeps the last input and output."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        y = self.module(x, **options)
+        self.last = x, y
+        return y
+
+
+def copy_for_run(module: AnyModule) -> AnyModule:
+    """A copy in eval mode in which every parameter receives a gradient, frozen ones too."""
     twin = copy.deepcopy(module).eval()
     for _, found in walk(twin):
         if isinstance(found, Tensor) and found.dtype.kind == "f":
@@ -46,42 +63,43 @@ def private(module: AnyModule) -> AnyModule:
     return twin
 
 
-def subject_of(attention: AnyAttention, x: Any, grad: Any) -> Subject:
-    return Subject(private(attention), sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)"), grad, {})
+def prepare_attention(attention: Module, x: Any, grad: Any) -> Subject:
+    return Subject(copy_for_run(attention), check_sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)"), grad, {})
 
 
-def layer_of(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
-    """One layer of a GPT as it works on `ids`: what reaches its attention, and the gradient that comes back to it."""
-    idx = sequence(as_ids(ids, "the ids that a GPT walks through"), 1, "ids must be (T,)")
+def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
+    """One layer of a GPT in a run on `ids`: the input of its attention, and the gradient of the output of that."""
+    idx = check_sequence(as_ids(ids, "ids"), 1, "ids must be (T,)")
     if not 0 <= layer < len(model.h):
         raise ValueError(f"this GPT has the layers 0 to {len(model.h) - 1}, got layer={layer}")
     facts: Json = {"layer": layer, "layers": len(model.h), "ids": [str(i) for i in idx.tolist()]}
-    model = private(model)
-    logits, trace = model(idx, trace=True)
+    model = copy_for_run(model)
+    attention = model.h[layer].attn
+    recorder: Any = Recorder(attention)
+    model.h[layer].attn = recorder
+    logits = model(idx)
+    x, y = recorder.last
     if grad is None and len(idx) > 1:
-        concat = trace.attention[layer].concat
-        (y,) = (t for t in engine.toposort([logits]) if t.node and any(part is concat for part in t.node.inputs))
         loss = ops.cross_entropy(logits[:-1], idx[1:])
         grad = transforms.grad(loss, y)[0].numpy()
-        facts |= {"loss": "next_token", "loss_value": finite(loss.numpy())}
-    block = model.h[layer]
-    x = trace.hidden[layer]
-    return Subject(block.attn, (block.ln_1(x) if block.norm_first else x).numpy(), grad, facts)
+        facts |= {"loss": "next_token", "loss_value": as_json_number(loss.numpy())}
+    return Subject(attention, x.numpy(), grad, facts)
 
 
-def sequence(x: Any, ndim: int, wanted: str) -> np.ndarray:
-    """One sequence of 1 to 64 tokens; a batch axis of length 1 is dropped."""
+def check_sequence(x: Any, ndim: int, expected: str) -> np.ndarray:
+    """One sequence of 1 to MOST_TOKENS tokens; a batch axis of length 1 is dropped."""
     x = np.asarray(x)
     if x.ndim == ndim + 1 and x.shape[0] == 1:
         x = x[0]
     if x.ndim != ndim or len(x) == 0:
-        raise ValueError(f"{wanted}, one sequence of at least one token; got shape {x.shape}")
+        raise ValueError(f"{expected}, one sequence of at least one token; got shape {x.shape}")
     if len(x) > MOST_TOKENS:
         raise ValueError(f"a page can show {MOST_TOKENS} tokens, got {len(x)}: choose a part of the sequence")
     return x
 
 
-def token_names(tokens: Sequence[str] | None, subject: Subject) -> list[str]:
+def name_tokens(tokens: Sequence[str] | None, subject: Subject) -> list[str]:
+    """The names of the rows of x: `tokens`, or else the ids or 1, 2, ..."""
     n = len(subject.x)
     if tokens is None:
         return subject.facts.get("ids") or [str(i + 1) for i in range(n)]
@@ -94,170 +112,170 @@ def token_names(tokens: Sequence[str] | None, subject: Subject) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Its run
+# The run
 
 
-def collected(subject: Subject, tokens: list[str]) -> Json:
+def collect(subject: Subject, tokens: list[str], causal: bool) -> Json:
     """Everything that the page shows; arrays as arrays."""
     attention, x, grad, facts = subject
-    causal = facts["causal"]
-    if isinstance(attention, CausalSelfAttention) and not causal:
+    options = {"causal": causal} if accepts(attention.per_head, "causal") else {}
+    y = attention.per_head(Tensor(x, requires_grad=True, name="X"), **options)
+    if not causal and not options:
         raise ValueError("this attention is causal by itself: causal=False cannot be shown")
-    y = attention.per_head(Tensor(x, requires_grad=True, name="X"), **mask_of(attention, causal))
     if grad is None:
         grad, facts = y.numpy(), facts | {"loss": "half_squares"}
-    grad = np.asarray(plain(grad))
-    if grad.shape != y.shape:
-        raise ValueError(f"grad must have the shape of Y, (T, d_out) = {y.shape}, got {grad.shape}")
-    tensors = named(y, attention)
-    gradients = transforms.grad(y, list(tensors.values()), grad_output=grad)
-    values = {name: tensor.numpy() for name, tensor in tensors.items()}
-    position = attention.heads.position
-    bias = position.bias(attention.n_head, len(x), len(x), y.dtype)
-    if bias is not None:
-        values |= {f"{position.name}_{i + 1}": bias.numpy()[i] for i in range(attention.n_head)}
-    shown = ("d_model", "d_k", "d_v", "n_head", "n_kv_head")
-    facts = {
-        "loss": "given",
-        "dtype": str(y.dtype),
-        "d_out": y.shape[-1],
-        "position": position.name,
-        **{name: getattr(attention, name) for name in shown},
-        **facts,
-    }
+    y.grad = np.array(plain(grad), y.dtype)
+    if y.grad.shape != y.shape:
+        raise ValueError(f"grad must have the shape of Y, (T, d_out) = {y.shape}, got {y.grad.shape}")
+    check_forward(attention, x, y.grad, options)
+    walks, matrices = write_walks(record_backward(y), name_tensors(y, attention), len(x))
+    widths = {"d_model": x, "d_k": matrices["Q_1"]["values"], "d_v": matrices["V_1"]["values"], "d_out": y}
+    facts = {"loss": "given", "dtype": str(y.dtype)} | {name: a.shape[1] for name, a in widths.items()} | facts
     return {
         "tokens": tokens,
-        "facts": facts,
-        "values": values,
-        "gradients": {name: g.numpy() for name, g in zip(tensors, gradients, strict=True)},
-        "heads": heads_of(attention),
-        "reach": dependencies(attention, x, causal),
-        "decode": decoded(attention, x, y.numpy()) if causal else [],
+        "facts": facts | {"n_head": len(walks)},
+        "walks": walks,
+        "matrices": matrices,
+        "reach": measure_reach(
+            attention, x, options, {name for name, m in matrices.items() if m["kind"] != "constant"}
+        ),
+        "decode": measure_decoding(attention, x, y.numpy(), options)
+        if causal and accepts(attention.forward, "cache")
+        else [],
     }
 
 
-def mask_of(attention: AnyAttention, causal: bool) -> dict[str, Any]:
-    """How `attention` is told to be causal: that of a GPT always is."""
-    return {} if isinstance(attention, CausalSelfAttention) else {"causal": causal}
+def accepts(method: Callable[..., Any], option: str) -> bool:
+    parameters = inspect.signature(method).parameters
+    return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-class Head(NamedTuple):
-    """What the matrices of one head are called in a `per_head` run."""
+def name_tensors(y: Tensor, attention: Module) -> dict[int, str]:
+    """The names of the tensors that made `y`, by identity: their own, or the path of a parameter.
 
-    number: int
-    q: str
-    k: str
-    v: str
-    scores: str
-    masked: str
-    weights: str
-    mixed: str
-    wq: str
-    wk: str
-    wv: str
-    bq: str
-    bk: str
-    bv: str
-    alibi: str
-    sharing: list[int]  # the numbers of the heads that use the same keys and values, this one too
+    If several tensors have the same name, it is that of the last one.
+    """
+    named = {path: found for path, found in walk(attention) if isinstance(found, Tensor) and not found.name}
+    named |= {tensor.name: tensor for tensor in engine.toposort([y], everything=True) if tensor.name} | {"Y": y}
+    return {id(tensor): name.replace(" ", "_") for name, tensor in named.items()}
 
 
-def heads_of(attention: AnyAttention) -> list[Head]:
-    n = attention.n_head
-    groups = [i * attention.n_kv_head // n + 1 for i in range(n)]  # which keys and values head i uses
-    return [
-        Head(
-            number=i,
-            q=f"Q_{i}",
-            k=f"K_{g}",
-            v=f"V_{g}",
-            scores=f"scores_{i}",
-            masked=f"masked_{i}",
-            weights=f"S_{i}",
-            mixed=f"H_{i}",
-            wq=f"W_Q{i}",
-            wk=f"W_K{g}",
-            wv=f"W_V{g}",
-            bq=f"b_Q{i}",
-            bk=f"b_K{g}",
-            bv=f"b_V{g}",
-            alibi=f"{attention.heads.position.name}_{i}",
-            sharing=[j for j, other in enumerate(groups, 1) if other == g],
+def check_forward(attention: Any, x: np.ndarray, grad: np.ndarray, options: Json) -> None:
+    """Raise ValueError if `forward` and `per_head` differ in Y or in the gradient of X, by more than rounding."""
+    exact = copy.deepcopy(attention).astype(np.float64)
+    leaf = Tensor(x, dtype=np.float64, requires_grad=True, name="X")
+    forward, per_head = exact(leaf, **options), exact.per_head(leaf, **options)
+    reason = None
+    if forward.shape != per_head.shape or not is_close(forward.numpy(), per_head.numpy()):
+        reason = f"first in {find_difference(exact, leaf, per_head, options)}"
+    elif np.isfinite(per_head.numpy()).all():
+        gradients = [transforms.grad(y, leaf, grad_output=grad)[0].numpy() for y in (forward, per_head)]
+        reason = None if is_close(*gradients) else "in the gradient of X"
+    if reason:
+        raise ValueError(
+            f"forward and per_head of this {type(attention).__name__} differ {reason}. A walkthrough shows the steps "
+            f"of per_head: define it so that it computes what forward does"
         )
-        for i, g in enumerate(groups, 1)
-    ]
 
 
-def named(y: Tensor, attention: AnyAttention) -> dict[str, Tensor]:
-    """The tensors of a `per_head` run that made `y`, by name, in the order in which they were made."""
-    if y.node is None or y.node.op is not ops.linear:
-        raise TypeError("a walkthrough shows Y = Concat @ W_O; this attention makes its output in another way")
-    wanted = {"X", "Concat", "Y"} | {name for head in heads_of(attention) for name in head if isinstance(name, str)}
-    wanted -= {head.alibi for head in heads_of(attention)}  # a bias is shown, but not followed
-    found = {t.name: t for t in engine.toposort([y], everything=True) if t.name in wanted}
-    outer = dict(zip(("W_O", "b_O"), y.node.inputs[1:], strict=True))  # whatever their owner calls them
-    return found | {name: t for name, t in outer.items() if t is not None}
+def is_close(a: np.ndarray, b: np.ndarray) -> bool:
+    size = np.abs(b).max(initial=0.0, where=np.isfinite(b))
+    return bool(np.allclose(a, b, rtol=THRESHOLD, atol=THRESHOLD * size, equal_nan=True))
 
 
-def dependencies(attention: AnyAttention, x: np.ndarray, causal: bool) -> dict[str, dict[str, np.ndarray]]:
+def find_difference(attention: Any, x: Tensor, per_head: Tensor, options: Json) -> str:
+    """The first step that `forward` shows to `edit` and that `per_head` computes differently; "Y" if there is none."""
+    expected = {tensor.name: tensor.numpy() for tensor in engine.toposort([per_head], everything=True)}
+    differing = []
+
+    def compare(step: str, tensor: Tensor) -> Tensor:
+        name = NAMES[step]
+        heads = {f"{name}_{i}": head for i, head in enumerate(tensor.numpy(), 1)} if tensor.ndim == 3 else {}
+        for title, array in (heads or {name: tensor.numpy()}).items():
+            if title in expected and not is_close(array, expected[title]):
+                differing.append(title)
+        return tensor
+
+    with contextlib.suppress(TypeError):  # a forward that does not accept `edit`, or passes on its own
+        attention(x, **options, edit=compare)
+    return [*differing, "Y"][0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Dependence
+
+
+def measure_reach(attention: Any, x: np.ndarray, options: Json, names: set[str]) -> dict[str, dict[str, np.ndarray]]:
     """Which rows reach which: {made: {from: boolean (rows of made, rows of from)}}.
 
-    The same run is made once for every row, side by side in a batch, and for each tensor one vector-Jacobian product
-    asks sequence i of the batch about row i alone. The vectors are random: a softmax answers ones with zeros, whatever
-    it was given. In float64, so that rounding stays far below the threshold.
+    One run computes the sequence n times, side by side in a batch, in float64. For each matrix, one vector-Jacobian
+    product asks sequence i of the batch about row i alone. The vectors are random, because the derivative of a softmax
+    in the direction of ones is zero.
     """
     n = len(x)
     exact = copy.deepcopy(attention).astype(np.float64)
     for parameter in exact.parameters():
         parameter.requires_grad = False
     batch = Tensor(np.broadcast_to(x, (n, *x.shape)), dtype=np.float64, requires_grad=True, name="X")
-    tensors = named(exact.per_head(batch, **mask_of(attention, causal)), attention)
-    names = {id(tensor): name for name, tensor in tensors.items()}
+    y = exact.per_head(batch, **options)
+    titles = {key: name for key, name in name_tensors(y, exact).items() if name in names}
     rng = np.random.default_rng(0)
     reach: dict[str, dict[str, np.ndarray]] = {}
-    for name, made in tensors.items():
-        if made is batch or not made.requires_grad:
+    pulls: dict[tuple[int, int], list[Callable[..., Any]]] = {}
+    for made in engine.toposort([y]):
+        if id(made) not in titles or made is batch or made.shape[:2] != (n, n):
             continue
         vectors = rng.standard_normal(made.shape) * np.eye(n)[:, :, None]
-        sizes: dict[str, np.ndarray] = {}
+        gradients: dict[str, np.ndarray] = {}
         for value, g in engine.sweep(made, vectors):
-            if id(value) in names:
-                sizes[names[id(value)]] = np.abs(g).max(axis=-1)
-            sizes |= sizes_of_parameters(value, g, names)
+            if id(value) in titles:
+                gradients[titles[id(value)]] = g
+            for i, parameter in enumerate(value.node.inputs if value.node else ()):
+                if id(parameter) in titles and not parameter.requires_grad:
+                    key = id(value), i
+                    pulls[key] = pulls.get(key) or pull_sequences(value, i)
+                    part = np.array([pull(row)[0].numpy() for pull, row in zip(pulls[key], g, strict=True)])
+                    gradients[titles[id(parameter)]] = gradients.get(titles[id(parameter)], 0.0) + part
+        sizes = {}
+        for name, g in gradients.items():
+            matrices = np.abs(g).reshape(n, *np.atleast_2d(g[0]).shape)
+            sizes[name] = matrices[:, :MOST_PARAMETER_ROWS].max(axis=-1)
         limit = THRESHOLD * max(size.max(initial=0.0, where=np.isfinite(size)) for size in sizes.values())
-        found = {source: ~(size <= limit) for source, size in sizes.items()}  # what is no number may depend on anything
-        reach[name] = {source: rows for source, rows in found.items() if rows.any()}
+        found = {source: ~(size <= limit) for source, size in sizes.items()}  # nan may depend on anything
+        reach[titles[id(made)]] = {source: rows for source, rows in found.items() if rows.any()}
     return reach
 
 
-def sizes_of_parameters(value: Tensor, g: np.ndarray, names: dict[int, str]) -> dict[str, np.ndarray]:
-    """How much each row of a weight or bias that made `value` matters: its part of the derivative, per sequence.
+def pull_sequences(value: Tensor, i: int) -> list[Callable[..., Any]]:
+    """For each sequence of a batch, the vector-Jacobian product from its part of `value` to the parameter at input `i`.
 
-    The engine would sum over the batch, in which each sequence asks about another row. So the rules of x @ w and of
-    + b stand here once more, without that sum.
+    A backward pass would add up what the sequences contribute, so the operation runs again on each of them alone.
     """
-    if value.node is None or value.node.op not in (ops.matmul, ops.linear, ops.add):
-        return {}
-    x, *parameters = value.node.inputs
-    sizes = {}
-    for parameter in parameters:
-        if isinstance(parameter, Tensor) and not parameter.requires_grad and id(parameter) in names:
-            one_row = parameter.ndim == 1
-            part = g.sum(axis=-2, keepdims=True) if one_row else x.numpy().mT[:, :MOST_PARAMETER_ROWS] @ g
-            sizes[names[id(parameter)]] = np.abs(part).max(axis=-1)
-    return sizes
+    node: Any = value.node
+
+    def apply(parameter: Tensor, sequence: int) -> Tensor:
+        inputs = [x.numpy()[sequence] if getattr(x, "requires_grad", False) else plain(x) for x in node.inputs]
+        inputs[i] = parameter
+        return node.op(*inputs, **node.kwargs)
+
+    return [transforms.vjp(lambda p, s=s: apply(p, s), node.inputs[i])[1] for s in range(len(value))]
 
 
-def decoded(attention: AnyAttention, x: np.ndarray, y: np.ndarray) -> list[Json]:
-    """Reading the sequence one token at a time with a cache: what each step computes and reads, and what it costs."""
+# --------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def measure_decoding(attention: Any, x: np.ndarray, y: np.ndarray, options: Json) -> list[Json]:
+    """Decode the sequence token by token with a cache: what each step computes and reads, and what it costs."""
     cache = KVCache()
     steps = []
     with modes.no_grad(), modes.record():
         for t in range(len(x)):
             before = cache.length
-            options = {"edit": lambda name, tensor: tensor, **mask_of(attention, True)}  # every step has a node
             row = attention(x[t : t + 1], cache=cache, **options)
             whole = attention(x[: t + 1], **options)
+            difference = np.abs(row.numpy()[0] - y[t]).max()
+            rounding = 1000 * np.finfo(y.dtype).eps * max(1.0, np.abs(y[t]).max())
             steps.append(
                 {
                     "computed": list(range(before, cache.length)),
@@ -265,12 +283,13 @@ def decoded(attention: AnyAttention, x: np.ndarray, y: np.ndarray) -> list[Json]
                     "read": cache.length,
                     "products": count_multiply_adds(row),
                     "products_without": count_multiply_adds(whole),
-                    "difference": finite(np.abs(row.numpy()[0] - y[t]).max()),
+                    "difference": as_json_number(difference),
+                    "agrees": not difference > rounding,
                 }
             )
     return steps
 
 
-def finite(number: Any) -> float | None:
-    """As JSON has it, which knows no infinity."""
+def as_json_number(number: Any) -> float | None:
+    """None for infinity and nan, which JSON does not have."""
     return float(number) if np.isfinite(number) else None

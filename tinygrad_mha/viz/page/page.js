@@ -1,11 +1,11 @@
 'use strict';
-// Everything shown here was computed by the run that wrote this page; this script draws it, and works out nothing
-// but colours, places, and the terms of a product for whoever points at its result.
+// All numbers and equations were computed by the run that wrote this page. This script draws them. It computes only
+// colours, positions, and the terms of a product when its result is pointed at.
 
 const read = id => JSON.parse(document.getElementById(id).textContent);
 const get = id => document.getElementById(id);
 const data = read('data'), words = read('words'), {facts, tokens} = data, count = tokens.length;
-const state = {lang: facts.lang, head: 0, step: 0, gradients: false, decode: 0};
+const state = {lang: data.lang, head: 0, step: 0, gradients: false, decode: 0};
 let pointed = null; // the row that is pointed at: {name, row}
 let vectors = []; // all rows on the page, in the map and in the equations
 const steps = () => data.walks[state.head];
@@ -234,7 +234,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
 
 // --------------------------------------------------------------------------------------------------------- equations
 
-/** "∂V_1 = S_1ᵀ @ ∂H_1" as terms: matrices {name, gradient, turned}, and signs, which stay texts. */
+/** "∂V_1 = S_1ᵀ @ ∂H_1" as terms: matrices {name, gradient, turned}, and signs, which are strings. */
 function parse(text) {
   return text.split(' ').map(word => {
     const [, d, name, t] = word.match(/^(∂?)(.*?)(ᵀ?)$/);
@@ -283,14 +283,15 @@ function drawEquation(text) {
   return line;
 }
 
-/** A sign, in which the names of matrices have their index too. */
-const sign = text => text.split(/(∂?[A-Za-z]+_\d+)/)
+/** A sign. Names of matrices in it have their index as a subscript. */
+const sign = text => text.split(/(∂?[A-Za-z]+_[A-Za-z0-9]+)/)
   .map((part, i) => (i % 2 ? title(part.replace('∂', ''), part.startsWith('∂')) : part));
 
-/** The factors [a, b] of an equation that is a product, and the root by which it is divided, if it is. */
+/** The factors {a, b} of an equation of the form a @ b, a @ b / root or a / root @ b, and the root. */
 function product(text) {
-  const [, , a, at, b, slash, root, ...more] = parse(text);
-  return at === '@' && a.name && b?.name && (!slash || slash === '/') && !more.length ? {a, b, root} : null;
+  const [, , a, ...rest] = parse(text), first = rest[0] === '/' ? rest.splice(0, 2)[1] : null;
+  const [at, b, slash, last, ...more] = rest;
+  return at === '@' && a.name && b?.name && (!slash || slash === '/') && !more.length ? {a, b, root: first ?? last} : null;
 }
 
 /** The sum behind number (i, j) of a product. */
@@ -313,7 +314,10 @@ function markFactors(line, {a, b}, i, j) {
 
 // --------------------------------------------------------------------------------------------------------------- map
 
-/** Every matrix of the run, small: a column is a step, a lane is a head. */
+/** Whether a step is part of the walk through every head. */
+const shared = out => data.walks.every(walk => walk.some(step => step.out === out));
+
+/** The result of every step, small: a column is a step, a lane is a head. */
 function drawMap() {
   const lanes = data.walks.length, map = make('div', 'lanes');
   map.style.gridTemplateColumns = `auto repeat(${steps().length}, auto)`;
@@ -330,7 +334,7 @@ function drawMap() {
       map.append(tag);
     }
     walk.forEach((step, c) => {
-      const whole = ['X', 'Concat', 'Y'].includes(step.out);
+      const whole = shared(step.out);
       if (whole && lane) return;
       const {columns} = matrices[step.out], w = Math.min(7, (step.out === 'Concat' ? 132 : 66) / columns);
       const figure = drawMatrix(step.out, {w: Math.max(w, 18 / columns), h, digits: 0}, {gradient: state.gradients, small: true});
@@ -354,29 +358,29 @@ function markMap() {
 
 // -------------------------------------------------------------------------------------------------------------- step
 
+/** Which explanation fits an equation, by its form without the indices of names. "other" if none does. */
+function form(kind, equation) {
+  const text = equation.replace(/([A-Za-z]+)_[A-Za-z0-9]+/g, '$1');
+  return Object.keys(words.forms[kind]).find(key => new RegExp(`^(${words.forms[kind][key]})$`).test(text)) ?? 'other';
+}
+
 function explanation(step) {
-  const parts = {...facts, out: step.out};
-  const letter = /^W_[QKVO]\d*/, forward = step.forward[0];
-  const names = {out: step.out, W: forward.split(' ').find(t => letter.test(t)), b: forward.split(' ').find(t => /^b_/.test(t))};
-  for (const name of forward.split(' ')) if (name in matrices) names[name.split('_')[0]] ??= name;
+  const [equation] = state.gradients ? step.backward : step.forward, names = {out: step.out};
+  for (const {name} of parse(equation)) if (name) [names[name.split('_')[0]], names.last] = [names[name.split('_')[0]] ?? name, name];
   if (state.gradients) {
-    for (const text of step.backward) for (const term of parse(text)) if (term.name) names[term.name.split('_')[0]] ??= term.name;
-    const next = step.kind === 'scores' ? steps()[state.step + 1].kind : '';
-    const key = step.kind !== 'scores' ? 'back_' + step.kind
-      : next === 'S' ? 'back_scores_plain' : step.backward[0].includes('mask') ? 'back_scores' : 'back_scores_shifted';
     const loss = facts.loss_value === undefined || facts.loss_value === null ? '' : digits4(facts.loss_value);
-    return [...sentence(key, names), ...(step.kind === 'Y' ? sentence('loss_' + facts.loss, names, {loss}) : [])];
+    return [...sentence('back_' + form('backward', equation), names), ...(step.out === 'Y' ? sentence('loss_' + facts.loss, names, {loss}) : [])];
   }
-  const key = step.kind === 'X' && facts.layer !== undefined ? 'why_X_layer'
-    : step.kind === 'Concat' && facts.n_head === 1 ? 'why_Concat_one' : 'why_' + step.kind;
-  const result = sentence(key, names, parts);
+  const kind = form('forward', equation);
+  const key = kind === 'X' && facts.layer !== undefined ? 'X_layer' : kind === 'Concat' && facts.n_head === 1 ? 'Concat_one' : kind;
+  const result = sentence('why_' + key, names, facts);
   if (names.b) result.push(...sentence('why_bias', names));
-  if (forward.includes('rotate')) result.push(say('why_rotate'));
-  if ('KV'.includes(step.kind) && facts.n_kv_head < facts.n_head) result.push(say('why_shared'));
+  if (equation.includes('rotate(')) result.push(say('why_rotate'));
+  if ('KV'.includes(kind) && data.walks.filter(walk => walk.some(s => s.out === step.out)).length > 1) result.push(say('why_shared'));
   return result;
 }
 
-/** While decoding: what this step of it did, and what that saved. */
+/** While decoding: what the step computed, and what the cache saved. */
 function decodeNote() {
   if (!state.decode) return [];
   const t = state.decode, step = data.decode[t - 1], number = v => v.toLocaleString('en').replace(/,/g, '\u202f');
@@ -388,14 +392,14 @@ function decodeNote() {
   const difference = step.difference === null ? 'nan' : digits4(step.difference);
   return [
     make('div', '', {}, t === 1 ? say('decoding_first', {token}) : say('decoding', {t, token, cached: step.cached.length})),
-    make('div', '', {}, say('saved', saved), ' ', ...sentence('agrees', {}, {difference})),
+    make('div', '', {}, say('saved', saved), ' ', ...sentence(step.agrees ? 'agrees' : 'differs', {}, {difference})),
   ];
 }
 
 function drawStep() {
   const step = steps()[state.step];
   const formula = parse((state.gradients ? step.backward : step.forward)[0]);
-  get('step').replaceChildren(say('step', {number: state.step + 1, name: say('name_' + step.kind)}), make('span', 'formula', {},
+  get('step').replaceChildren(say('step', {number: state.step + 1, name: say('name_' + form('forward', step.forward[0]))}), make('span', 'formula', {},
     ...formula.flatMap(t => [' ', ...(t.name ? [title(t.name, t.gradient, t.turned)] : sign(t))])));
   get('why').replaceChildren(...explanation(step));
   get('note').replaceChildren(...decodeNote());
@@ -408,6 +412,9 @@ function drawStep() {
   markMap();
   mark();
 }
+
+const MEANINGS = {'@': 'product', 'ᵀ': 'transpose', '*': 'elementwise', '′': 'derivative', 'row sum': 'row_sums',
+  'column sum': 'column_sums', 'mask(': 'masking', 'where\u00a0allowed': 'allowed'};
 
 function drawLegend() {
   const bar = (which, low, high) => {
@@ -422,7 +429,7 @@ function drawLegend() {
   items.push(key('here', 'row_here'), key('source', state.gradients ? 'gradient_source' : 'source'));
   items.push(key('target', state.gradients ? 'gradient_target' : 'target'));
   if (state.decode) items.push(...['computed', 'cached', 'absent'].map(s => key(s, s)));
-  for (const [mark, key] of Object.entries({'@': 'product', 'ᵀ': 'transpose', '∘': 'elementwise', 'Σᵢ': 'column_sums'})) {
+  for (const [mark, key] of Object.entries(MEANINGS)) {
     if (equations.join().includes(mark)) items.push(make('span', '', {}, make('b', '', {}, mark), say(key)));
   }
   get('legend').replaceChildren(...items);
