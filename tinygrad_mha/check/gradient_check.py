@@ -80,12 +80,12 @@ def gradcheck(
     report = GradcheckReport(getattr(f, "__name__", None) or getattr(f, "name", None) or type(f).__name__)
     with parameters_in_float64(f) as parameters, modes.enable_grad():
         names = name_inputs(f, inputs)
-        arguments = [leaf(x, name) if is_floating(x) else x for x, name in zip(inputs, names, strict=True)]
+        arguments = [make_leaf(x, name) if is_floating(x) else x for x, name in zip(inputs, names, strict=True)]
         variables = {name: x for name, x in zip(names, arguments, strict=True) if is_floating(x)} | parameters
         check_names(variables, zero)
 
         def values() -> list[Tensor]:
-            return floating_outputs(f(*arguments))
+            return select_floating(f(*arguments))
 
         report.problem = find_problem(values)
         if not report.problem:
@@ -95,7 +95,7 @@ def gradcheck(
             named = {f"cotangent {i}" if i else "cotangent": c for i, c in enumerate(cotangents)}
 
             def gradients(create_graph: bool = False) -> list[Tensor]:
-                return list(grad(inner(values(), cotangents), list(variables.values()), create_graph=create_graph))
+                return list(grad(contract(values(), cotangents), list(variables.values()), create_graph=create_graph))
 
             report.entries += check_map(
                 gradients(create_graph=True), gradients, variables | named, 2, rng, zero, **tolerances
@@ -119,7 +119,7 @@ def check_map(
     `evaluate` computes the outputs again, after a variable has moved.
     """
     cotangents = [rng.standard_normal(y.shape) for y in outputs]
-    total = inner(outputs, cotangents)
+    total = contract(outputs, cotangents)
     gradients, condition = {}, np.finfo(np.float64).tiny
     if total.requires_grad:
         for t, g in engine.sweep(total, np.ones(())):
@@ -156,8 +156,8 @@ def check_variable(comparison: Comparison, rng: np.random.Generator) -> None:
     if not agrees and entry.status == "ok":
         entry.note = "a step of all elements at once disagrees, but no single one does: a kink nearby?"
     if entry.kinks:
-        where = f"no derivative at {len(entry.kinks)} elements (a kink: relu at 0, a tie of max), at first"
-        entry.note = f"{where}\n{entry.kinks[0]}"
+        entry.note = f"no derivative at {len(entry.kinks)} elements (a kink: relu at 0, a tie of max), the first is"
+        entry.note += f"\n{entry.kinks[0]}"
 
 
 def judge_zero(entry: Entry, reached: bool, expected: bool) -> None:
@@ -165,17 +165,15 @@ def judge_zero(entry: Entry, reached: bool, expected: bool) -> None:
     if entry.status == "wrong":
         if not reached:
             entry.status = "cut"
-            entry.note = (
-                "the value depends on it, but the graph does not reach it: a detach, .numpy() or no_grad inside?"
-            )
+            entry.note = "the output depends on it, but the graph does not reach it: detach, .numpy() or no_grad?"
     elif expected:
         entry.status = "zero"
     elif reached:
         entry.status = "vacuous"
         entry.note = (
-            "the output is built on it, yet its gradient is zero everywhere, so this check could not fail. softmax or\n"
-            "layer norm followed by .sum() does that: return the tensor itself. If zero is right here, as for the\n"
-            f"bias of the keys, which no softmax sees, say so: zero=[{entry.name!r}]"
+            "the output is built on it, but its gradient is zero everywhere, so this check could not fail. A .sum()\n"
+            "after softmax or layer norm does that: return the tensor itself. If zero is right, as for a bias that is\n"
+            f"the same for all keys, pass zero=[{entry.name!r}]"
         )
     else:
         entry.status = "ignored"
@@ -234,12 +232,12 @@ def is_floating(x: Any) -> bool:
     return isinstance(x, (float, np.floating)) or (isinstance(x, (Tensor, np.ndarray)) and x.dtype.kind == "f")
 
 
-def leaf(x: Any, name: str) -> Tensor:
+def make_leaf(x: Any, name: str) -> Tensor:
     """A float64 leaf with a copy of `x`: inputs that overlap or are given twice must move one element at a time."""
     return Tensor(np.array(plain(x), dtype=np.float64), requires_grad=True, name=name)
 
 
-def floating_outputs(result: Any) -> list[Tensor]:
+def select_floating(result: Any) -> list[Tensor]:
     """The floating tensors among what a function returned, in float64."""
     parts = list(result.values()) if isinstance(result, dict) else result
     parts = parts if isinstance(parts, (tuple, list)) else [parts]
@@ -254,9 +252,8 @@ def find_problem(f: Callable[[], list[Tensor]]) -> str:
     values, again = ([y.numpy().copy() for y in f()] for _ in range(2))
     if not values:
         return "the function returns no floating tensor"
-    if [v.shape for v in values] != [v.shape for v in again] or not all(
-        np.array_equal(v, w, equal_nan=True) for v, w in zip(values, again, strict=True)
-    ):
+    equal = [np.array_equal(v, w, equal_nan=True) for v, w in zip(values, again, strict=False)]
+    if len(values) != len(again) or not all(equal):
         return (
             "not deterministic: two calls with the same input give different values, so no difference means "
             "anything. Dropout? Put the module into eval(), or draw the mask outside and pass it in"
@@ -266,9 +263,7 @@ def find_problem(f: Callable[[], list[Tensor]]) -> str:
     return ""
 
 
-def inner(ys: Sequence[Tensor], cotangents: Sequence[Any]) -> Tensor:
+def contract(ys: Sequence[Tensor], cotangents: Sequence[Any]) -> Tensor:
     """The sum of all <y, c>: one number, as a tensor."""
-    total = Tensor(np.zeros(()))
-    for y, c in zip(ys, cotangents, strict=True):
-        total = total + ops.sum(y * c)
-    return total
+    products = [ops.sum(y * c) for y, c in zip(ys, cotangents, strict=True)]
+    return sum(products, start=Tensor(np.zeros(())))

@@ -11,27 +11,24 @@ __all__ = ["Difference", "Entry", "GradcheckError", "GradcheckReport"]
 
 @dataclass
 class Difference:
-    """An analytic and a numeric derivative by the element `index` of the tensor `name`."""
+    """An analytic and a numeric derivative by the element `index` of the tensor `name`.
+
+    Attributes:
+        absolute: |analytic - numeric|.
+        relative: `absolute` divided by the larger of the two sizes; 0 if both derivatives are 0.
+    """
 
     name: str
     index: tuple[int, ...]
     analytic: float
     numeric: float
+    absolute: float = field(init=False)
+    relative: float = field(init=False)
 
-    @property
-    def absolute(self) -> float:
-        """|analytic - numeric|."""
-        return abs(self.analytic - self.numeric)
-
-    @property
-    def relative(self) -> float:
-        """The absolute difference divided by the larger of the two derivatives; 0 if both are 0."""
+    def __post_init__(self) -> None:
         size = max(abs(self.analytic), abs(self.numeric))
-        return self.absolute / size if size else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain Python data, ready for JSON."""
-        return {**asdict(self), "index": list(self.index), "absolute": self.absolute, "relative": self.relative}
+        self.absolute = abs(self.analytic - self.numeric)
+        self.relative = self.absolute / size if size else 0.0
 
     def __str__(self) -> str:
         element = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
@@ -69,15 +66,6 @@ class Entry:
     sweep: list[tuple[float, float]] = field(default_factory=list)
     note: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain Python data, ready for JSON."""
-        return {
-            **asdict(self),
-            "shape": list(self.shape),
-            "worst": self.worst.to_dict() if self.worst else None,
-            "kinks": [kink.to_dict() for kink in self.kinks],
-        }
-
 
 @dataclass
 class GradcheckReport:
@@ -111,8 +99,8 @@ class GradcheckReport:
             "function": self.function,
             "ok": self.ok,
             "problem": self.problem,
-            "worst": self.worst.to_dict() if self.worst else None,
-            "entries": [e.to_dict() for e in self.entries],
+            "worst": asdict(self.worst) if self.worst else None,
+            "entries": [asdict(e) for e in self.entries],
         }
 
     def __str__(self) -> str:
