@@ -7,6 +7,7 @@ A tokenizer converts text to ids and back without loss. `Batches` draws windows 
 from __future__ import annotations
 
 import codecs
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -177,8 +178,15 @@ class BPETokenizer(Tokenizer):
         return b"".join([self._bytes.get(i, b"") for i in self._check_ids(ids)])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        with replacing(Path(folder, self.FILE)) as temporary:
-            temporary.write_text(self._library.to_str(), encoding="utf-8")
+        """Write the files that Hugging Face transformers opens: tokenizer.json, vocab.json and merges.txt."""
+        text = self._library.to_str()
+        model = json.loads(text)["model"]
+        rules = [rule if isinstance(rule, str) else " ".join(rule) for rule in model["merges"]]
+        files = {self.FILE: text, "vocab.json": json.dumps(model["vocab"], ensure_ascii=False)}
+        files["merges.txt"] = "\n".join(["#version: 0.2", *rules, ""])
+        for name, content in files.items():
+            with replacing(Path(folder, name)) as temporary:
+                temporary.write_text(content, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> BPETokenizer:
