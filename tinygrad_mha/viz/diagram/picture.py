@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+__all__ = ["Change", "Cluster", "Edge", "Kind", "Node", "Picture", "Table"]
+
 Kind = Literal["input", "parameter", "attention", "output", "op", "gradient", "plus", "operation"]
 Change = Literal["same", "left", "right"]  # in a comparison: in both, or only in one of the two
 

@@ -29,6 +29,8 @@ from tinygrad_mha.viz.diagram.modules import Modules, Pattern, arrange_modules, 
 from tinygrad_mha.viz.diagram.picture import Picture
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
 
+__all__ = ["Graph", "GraphTooLargeError", "graph", "graph_diff"]
+
 TEXT_FORMATS = ("dot", "gv")
 
 
