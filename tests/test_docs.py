@@ -1,4 +1,4 @@
-"""What the documents show is run, and the house keeps its one direction of imports."""
+"""The code in README, docs and docstrings runs, pages agree with the code, and imports go in one direction."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ def test_the_page_on_the_design_names_every_file():
     assert files == listed - {"tests/test_docs.py"}, "docs/design.md lists the files and what each decides"
 
 
-# A part of the package may import the parts before it, and no others.
-ROOMS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
-ROOMS += ["transforms", "files", "data", "decoding", "nn", "optim", "training", "viz", "check", "demo", "cli"]
+# A part of the package imports only parts before it in this list.
+PARTS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
+PARTS += ["transforms", "files", "data", "decoding", "nn", "optim", "training", "viz", "check", "demo", "cli"]
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_imports_run_in_one_direction(file):
-    room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for node in ast.walk(ast.parse(file.read_text())):
         inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for statement in ast.walk(node) if inside else [node]:
             names = imported(statement)
             assert not (inside and names), f"{file.name} imports {names} inside a function"
-            if room in ("__init__", "__main__"):
+            if part in ("__init__", "__main__"):
                 continue
-            for name in names - {room}:
-                assert name in ROOMS, f"{name} has no place among the rooms"
-                assert ROOMS.index(name) < ROOMS.index(room), f"{room} imports {name}, which stands after it"
+            for name in names - {part}:
+                assert name in PARTS, f"{name} is not in PARTS"
+                assert PARTS.index(name) < PARTS.index(part), f"{part} imports {name}, which is after it"
 
 
 def imported(node):
-    """The rooms of ours that a statement imports."""
+    """The parts of this package that a statement imports."""
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tinygrad_mha":
         parts = node.module.split(".")[1:]
         return {parts[0]} if parts else {alias.name for alias in node.names}
