@@ -1,4 +1,4 @@
-"""Draw the pictures of gallery.md anew: run its own lines inside of the folder `gallery`."""
+"""Draw the pictures of gallery.md: run its code blocks in the folder `gallery`."""
 
 import os
 import re

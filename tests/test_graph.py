@@ -1,5 +1,6 @@
-"""A graph shows each tensor once, under its name, with the formula, the values and the gradient that it really has."""
+"""A graph shows each tensor once, with its name, its formula, its values and its gradient."""
 
+import ast
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 import tinygrad_mha as tg
 from tinygrad_mha import engine, modes, nn, ops
+from tinygrad_mha.primitives import KINDS
 from tinygrad_mha.viz import GraphTooLargeError
 from tinygrad_mha.viz.diagram import dot, heat
 from tinygrad_mha.viz.diagram.picture import Table
@@ -61,7 +63,7 @@ IDS = np.array([[3, 1, 4, 1, 5]])
 
 
 def boxes(graph):
-    """The boxes by title; a title that occurs twice fails."""
+    """The boxes by title. Fails if a title occurs twice."""
     found = {}
     for node in graph.picture.nodes:
         assert node.title not in found, node.title
@@ -90,7 +92,7 @@ def frame_of(graph, title):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is in a box
+# Contents of a box
 
 
 def test_every_tensor_of_two_heads_is_one_box_with_its_name_and_shape():
@@ -119,7 +121,7 @@ def test_a_formula_is_written_as_in_the_paper(title, formula):
     assert " ".join(boxes(tg.graph(two_heads()))[title].lines) == formula
 
 
-def test_brackets_stand_where_they_are_needed_and_nowhere_else():
+def test_brackets_appear_only_where_they_are_needed():
     a, b, c = (tg.Tensor(np.ones((2, 2)), requires_grad=True, name=name) for name in "abc")
     for y, formula in (
         ((a + b) * 2, "2 · (a + b)"),
@@ -142,7 +144,7 @@ def test_constants_are_part_of_formulas_and_never_boxes():
     assert titles(tg.graph(y)) == ["x", "output"]
 
 
-def test_data_is_a_box_though_it_was_given_as_an_array():
+def test_plain_arrays_of_data_are_boxes():
     model = gpt()
     logits = model(IDS)
     loss = ops.cross_entropy(np.ones((3, 5)) @ logits[0, :, :5], np.array([1, 2, 3]))
@@ -150,10 +152,10 @@ def test_data_is_a_box_though_it_was_given_as_an_array():
     assert shown["ids"].shape == "1×5"
     assert shown["targets"].shape == "3"
     assert shown["input"].shape == "3×5"
-    assert "0…4" in " ".join(shown["wpe"].lines)  # positions that count are no data
+    assert "0…4" in " ".join(shown["wpe"].lines)  # consecutive positions are written in the formula
 
 
-def test_what_a_module_uses_and_does_not_own_is_an_input():
+def test_a_leaf_that_is_given_to_a_module_is_an_input():
     mha = nn.MultiHeadAttention(5, 1, rng=0)
     given = tg.Tensor(np.ones((3, 5), dtype=np.float32), requires_grad=True)
     graph = tg.graph(mha(given) + 1)
@@ -162,14 +164,14 @@ def test_what_a_module_uses_and_does_not_own_is_an_input():
     assert frame_of(graph, "W_Q") == ["MultiHeadAttention"]
 
 
-def test_a_frame_around_everything_holds_the_inputs_too():
+def test_a_frame_around_everything_contains_the_inputs():
     mha = nn.MultiHeadAttention(5, 2, rng=0)
     graph = tg.graph(mha.per_head(tg.Tensor(np.ones((3, 5)), requires_grad=True, name="X")))
     assert frame_of(graph, "X") == ["MultiHeadAttention"]
     assert frame_of(graph, "W_Q2") == ["head 2", "MultiHeadAttention"]
 
 
-def test_input_parameter_attention_and_output_are_told_in_words_too():
+def test_input_parameter_attention_and_output_are_named_in_words_too():
     shown = boxes(tg.graph(two_heads()))
     for title, word in (("X", "input"), ("W_V2", "parameter"), ("S_1", "attention"), ("Y", "output")):
         assert shown[title].kind == word
@@ -201,7 +203,7 @@ def test_slices_of_a_parameter_are_drawn_as_the_matrices_of_the_heads():
     assert shown["W_Q2"].lines == ["parameter", "W_Q[:, 7:14]"]
 
 
-def test_unnamed_tensors_are_called_by_what_made_them_and_numbered():
+def test_unnamed_tensors_are_named_after_their_operation_and_numbered():
     x = tg.Tensor(np.ones((3, 5)), requires_grad=True)
     w = tg.Tensor(np.ones((5, 5)), requires_grad=True)
     y = ((x @ w).relu() @ w).relu()
@@ -257,6 +259,13 @@ def test_a_copy_of_a_primitive_under_another_name_is_drawn_the_same(op, own_prim
         for options in ({}, {"backward": True}, {"fold": False}, {"ops": "separate"}):
             ours, theirs = (tg.graph(loss, **options) for loss in losses)
             assert describe_picture(ours) == describe_picture(theirs, [op.name])
+
+
+def test_no_file_that_draws_graphs_names_a_primitive():
+    folder = Path(tg.__file__).parent / "viz" / "diagram"
+    for file in folder.glob("*.py"):
+        words = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+        assert not words & (set(ops.REGISTRY) - set(KINDS)), file.name
 
 
 def test_copies_in_a_network_are_drawn_as_the_network(own_primitives, monkeypatch):
@@ -339,7 +348,7 @@ def test_a_leaf_is_a_parameter_by_its_role():
     assert [kind(make, requires_grad=False) for make in parameters] == ["input"] * len(parameters)
 
 
-def test_a_module_owns_its_leaves_whatever_their_use_and_wherever_they_are_frozen():
+def test_what_a_module_owns_is_a_parameter_however_it_is_used_and_if_it_is_frozen():
     class Gate(nn.Module):
         def __init__(self):
             self.x = tg.Tensor(np.ones((3, 3)), requires_grad=True)
@@ -425,7 +434,7 @@ def test_tables_hold_the_values_and_the_gradients_of_the_run():
     assert (node.value.palette, node.gradient.palette) == ("value", "gradient")
 
 
-def test_three_states_of_a_gradient_are_told_apart():
+def test_three_states_of_a_gradient_are_distinguished():
     x = tg.Tensor(np.ones((3, 5)), name="x")
     w = tg.Tensor(np.ones((5, 2)), requires_grad=True, name="w")
     y = (x @ w).named("y")
@@ -443,7 +452,7 @@ def test_no_gradient_is_drawn_before_backward():
     assert "gradient ±" not in text
 
 
-def test_a_recording_without_gradients_says_nothing_about_them():
+def test_a_recording_without_gradients_does_not_mention_them():
     model = gpt()
     with tg.no_grad(), tg.record():
         logits = model(IDS)
@@ -490,7 +499,7 @@ def test_large_tensors_have_no_table():
     assert boxes(tg.graph(x, values=True))["x"].value is None
 
 
-def test_several_matrices_stand_beside_each_other():
+def test_a_stack_of_matrices_is_shown_side_by_side():
     x = tg.Tensor(np.arange(2 * 3 * 5.0).reshape(2, 3, 5), name="x")
     node = boxes(tg.graph(x))["x"]
     assert node.value.data.shape == (2, 3, 5)
@@ -507,7 +516,7 @@ def test_nan_and_infinity_are_marked_and_counted():
     assert wide.count(heat.NOT_A_NUMBER + '"><FONT') == 7
 
 
-def test_minus_infinity_is_no_fault_where_a_mask_put_it():
+def test_minus_infinity_is_not_reported_where_a_mask_put_it():
     y = ops.mask(tg.Tensor(np.ones((3, 3)), requires_grad=True), nn.causal(3)).named("masked")
     assert boxes(tg.graph(y))["masked"].warning == ""
 
@@ -563,7 +572,7 @@ def test_small_and_large_matrices_have_a_common_factor():
 # Which tensors
 
 
-def test_several_outputs_are_one_graph_with_the_trunk_once():
+def test_several_outputs_share_one_graph():
     x = tg.Tensor([1.0, 2.0], requires_grad=True, name="x")
     trunk = x.exp().named("trunk")
     y1, y2 = (trunk * x).named("y1"), (trunk + x).named("y2")
@@ -589,7 +598,7 @@ def test_an_output_that_needs_no_gradient_is_drawn():
     assert arrows(tg.graph(y)) == [("a", "c"), ("b", "c")]
 
 
-def test_names_come_from_a_mapping_and_the_rest_is_called_by_its_kind():
+def test_names_come_from_a_mapping_and_other_leaves_are_named_after_their_role():
     x, w, b = tg.Tensor(np.ones((3, 5))), *(tg.Tensor(np.ones(s), requires_grad=True) for s in ((5, 2), (2,)))
     graph = tg.graph(ops.linear(x, w, b), names={"x": x, None: b, "other": tg.Tensor(0.0), "number": 3})
     assert titles(graph) == ["x", "weight", "bias", "output"]
@@ -608,12 +617,12 @@ def test_a_tensor_used_twice_has_two_arrows():
 
 
 @pytest.mark.parametrize("wrong", [3, "y", np.ones(3), [1, 2], None])
-def test_what_is_no_tensor_is_refused(wrong):
+def test_arguments_other_than_tensors_are_refused(wrong):
     with pytest.raises(TypeError, match="Tensor, or a list, tuple or dict"):
         tg.graph(wrong)
 
 
-def test_no_tensor_at_all_is_refused():
+def test_an_empty_list_is_refused():
     with pytest.raises(ValueError, match="no tensor"):
         tg.graph([])
 
@@ -685,7 +694,7 @@ def test_a_shared_value_is_visited_once():
 # Modules
 
 
-def test_modules_are_frames_under_the_names_that_people_gave_them():
+def test_modules_are_frames_with_the_names_of_their_attributes():
     model = gpt(n_layer=2)
     graph = tg.graph(model(IDS))
     assert [c.title for c in graph.picture.clusters] == ["GPT", "h.0", "attn", "mlp", "h.1", "attn", "mlp"]
@@ -744,7 +753,7 @@ def test_blocks_that_differ_do_not_fold():
     assert [t for t in titles(tg.graph(model(IDS), depth=1)) if t.startswith("h.")] == ["h.0", "h.1", "h.2"]
 
 
-def test_heads_side_by_side_fold_too_and_open_on_request():
+def test_heads_fold_too_and_open_on_request():
     y = two_heads(heads=8)
     folded = tg.graph(y)
     assert frame_titles(folded) == ["head 1…8  ×8"]
@@ -771,7 +780,7 @@ def test_a_sum_of_two_branches_is_no_residual():
     assert all(edge.kind != "residual" for edge in graph.picture.edges)
 
 
-def test_parameters_have_names_though_their_module_is_gone():
+def test_parameters_keep_their_names_when_their_module_is_freed():
     shown = titles(tg.graph(gpt(n_layer=1)(IDS)))
     assert {"W_QKV", "b_QKV", "c_fc.bias", "ln_1.weight", "ln_f.bias", "wpe.weight"} < set(shown)
 
@@ -822,7 +831,7 @@ def test_a_translator_is_drawn_with_both_of_its_sides():
     assert len(boxes_titled(graph, "ids")) == 2
 
 
-def test_a_pattern_that_means_nothing_is_refused_with_what_there_is():
+def test_a_pattern_that_matches_nothing_is_refused_with_the_modules_that_exist():
     with pytest.raises(ValueError, match=r"'h\.9' matches nothing.*h\.0.*attention"):
         tg.graph(gpt()(IDS), expand="h.9")
 
@@ -926,7 +935,7 @@ def test_drawing_a_backward_touches_no_gradient():
     assert boxes(graph)["∂L/∂y"].lines == ["begins as 1"]
 
 
-def test_a_backward_of_several_elements_wants_their_gradient():
+def test_a_backward_of_several_elements_needs_their_gradient():
     y = two_heads()
     with pytest.raises(ValueError, match="call backward"):
         tg.graph(y, backward=True)
@@ -939,7 +948,7 @@ def test_a_backward_of_several_elements_wants_their_gradient():
 def test_gradients_flow_up_beside_a_forward_that_flows_down():
     graph = tg.graph(swept(two_heads()), backward=True)
     ids = {node.title: node.id for node in graph.picture.nodes}
-    assert f"{ids['∂L/∂S_1']} -> {ids['∂L/∂H_1']}" in graph.dot  # told the other way round, with the arrow at its tail
+    assert f"{ids['∂L/∂S_1']} -> {ids['∂L/∂H_1']}" in graph.dot  # reversed, with the arrowhead at its tail
     assert "dir=back" in graph.dot
     assert f"{{ rank=same {ids['H_1']} {ids['∂L/∂H_1']} }}" in graph.dot
 
@@ -1070,6 +1079,6 @@ def test_boxes_come_in_the_order_of_the_run():
     assert all(int(a.id[1:]) < int(b.id[1:]) for a, b in pairwise(graph.picture.nodes))
 
 
-def test_the_representation_says_what_there_is():
+def test_the_representation_counts_boxes_and_arrows():
     assert repr(tg.graph(two_heads())) == '<graph of Y: 22 boxes, 26 arrows; .save("graph.svg"), .svg() or .dot>'
     json.dumps(tg.graph(two_heads()).title)

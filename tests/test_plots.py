@@ -1,4 +1,4 @@
-"""Plots show the numbers that they were given, need no display, and say what is missing."""
+"""Plots show the numbers they are given, need no display, and say what is not installed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_heatmap_has_a_panel_for_each_head_and_a_line_for_each_layer(rng):
     assert len(plot.axes[0].patches) == 6
 
 
-def test_traces_of_an_attention_and_of_a_gpt_are_taken(model, rng):
+def test_traces_of_an_attention_and_of_a_gpt_are_accepted(model, rng):
     mha = tg.nn.MultiHeadAttention(5, n_head=2, rng=0)
     x = rng.standard_normal((1, 5, 5)).astype(np.float32)
     _, trace = mha(x, causal=True, trace=True)
@@ -76,14 +76,14 @@ def test_traces_of_an_attention_and_of_a_gpt_are_taken(model, rng):
     assert np.array_equal(stack[2], trace.attention[2].weights.data)
 
 
-def test_what_is_no_number_is_black_and_a_gap_white():
+def test_nan_is_black_and_gaps_are_white():
     colours = figures.make_colormap("attention")
     assert colours(np.nan) == matplotlib.colors.to_rgba(heat.INK)
     assert colours(attention_weights.GAP) == (1, 1, 1, 1)
     tg.viz.heatmap(np.full((2, 2), np.nan))
 
 
-def test_a_token_is_no_formula_and_white_space_can_be_seen():
+def test_tokens_are_not_mathtext_and_white_space_is_visible():
     plot = tg.viz.heatmap(np.eye(5), ["$x$", " ", "\n", "a\nb", "</s>"])
     assert labels(plot.axes[0].yaxis) == ["$x$", "␣", "⏎", "a⏎b", "</s>"]
     assert not any(text.get_parse_math() for text in plot.findobj(Text))
@@ -98,7 +98,7 @@ def test_a_token_is_no_formula_and_white_space_can_be_seen():
         (lambda: tg.viz.heatmap(np.ones((5, 3)), WORDS, keys=["a"]), "keys must be 3 names, one for each, got 1"),
     ],
 )
-def test_bad_weights_and_names_are_named(call, words):
+def test_errors_state_the_expected_and_the_given_shape(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -125,7 +125,7 @@ def test_losses_are_read_from_the_log_of_a_run(tmp_path):
     (tmp_path / "log.csv").write_text(LOG)
     for given in (tmp_path, tmp_path / "log.csv", str(tmp_path)):
         each, mean, validation = tg.viz.plot_losses(given).axes[0].get_lines()
-        assert each.get_xydata().tolist() == [[0, 4.25], [1, 3.75], [2, 3.5]]  # the row that was cut short is left out
+        assert each.get_xydata().tolist() == [[0, 4.25], [1, 3.75], [2, 3.5]]  # without the row that was cut short
         assert mean.get_label() == "training"
         assert validation.get_xydata().tolist() == [[0, 4.125], [2, 3.625]]
 
@@ -146,7 +146,7 @@ def test_several_runs_share_a_plot():
     assert len(plot.axes[0].get_lines()) == 4
 
 
-def test_the_running_mean_is_that_of_the_values_around(rng):
+def test_the_running_mean_averages_the_values_around(rng):
     values = rng.standard_normal(23)
     for window in (1, 2, 5):
         for i, mean in enumerate(running_mean(values, window)):
@@ -154,7 +154,7 @@ def test_the_running_mean_is_that_of_the_values_around(rng):
             assert mean == pytest.approx(around.mean(), abs=1e-12)
 
 
-def test_a_file_that_is_no_log_is_refused(tmp_path):
+def test_other_files_than_logs_are_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"other\.csv is not the log of a run: .* found \['a', 'b'\]"):
@@ -188,7 +188,7 @@ def test_gradient_norms_are_those_of_each_layer(model, rng):
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_the_last_line_of_the_lens_is_what_the_model_says(rng, norm_first):
+def test_the_last_row_of_the_lens_is_the_prediction_of_the_model(rng, norm_first):
     config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=3, n_head=2, n_embd=10, norm_first=norm_first)
     model, ids = tg.nn.GPT(config), rng.integers(0, 13, 7)
     likely, probability = layer_predictions.predict_from_layers(model, ids)
@@ -227,7 +227,7 @@ def test_a_plot_is_written_in_the_format_of_its_suffix_or_not_at_all(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.pdf", "c.svg"]
 
 
-def test_chinese_is_written_in_a_font_that_has_it(tmp_path):
+def test_chinese_text_uses_a_font_that_covers_it(tmp_path):
     wanted = {name.strip() for name in figures.CHINESE_FONTS.split(",")}
     installed = {font.name for font in font_manager.fontManager.ttflist}
     if not wanted & (installed | set(figures.choose_fonts("猫")[-1:])):
@@ -237,7 +237,7 @@ def test_chinese_is_written_in_a_font_that_has_it(tmp_path):
     plot.save(tmp_path / "a.png")  # a character without a glyph would be a warning, and so an error here
 
 
-def test_without_a_chinese_font_a_hint_says_what_to_install(monkeypatch):
+def test_without_a_chinese_font_a_warning_says_what_to_install(monkeypatch):
     monkeypatch.setattr(figures, "CHINESE_FONTS", "No Such Font")
     with pytest.warns(UserWarning, match="no font with Chinese characters was found.*No Such Font"):
         tg.viz.heatmap(np.eye(1), ["猫"])
@@ -266,7 +266,7 @@ else:
 
 
 @pytest.mark.parametrize("script", [IMPORTS, MISSING], ids=["no pyplot, and no matplotlib before a plot", "missing"])
-def test_matplotlib_is_asked_for_by_plots_alone(script):
+def test_only_plots_import_matplotlib(script):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
 
 

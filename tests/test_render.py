@@ -1,4 +1,4 @@
-"""Whatever Graphviz is there draws every box; whatever is broken is passed over; and nothing is half written."""
+"""Every installed Graphviz draws every box, broken ones are skipped, and files are written whole or not at all."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ posix = pytest.mark.skipif(os.name == "nt", reason="the engines made up here are
 
 @pytest.fixture(params=list(render.ENGINES))
 def engine(request):
-    """Each engine that works here, in turn."""
+    """Each engine that works on this machine."""
     try:
         command = render.ENGINES[request.param]()
     except render.EngineFailedError as error:
@@ -42,7 +42,7 @@ def no_engine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def fake_dot(monkeypatch, tmp_path):
-    """`fake_dot(body)` puts a program `dot` in front of everything: Python, with `outputs` as {format: path}."""
+    """`fake_dot(body)` puts a Python program `dot` first on PATH; `outputs` in the body is {format: path}."""
 
     def make(body):
         folder = tmp_path / "bin"
@@ -65,7 +65,7 @@ def fake_dot(monkeypatch, tmp_path):
 
 @pytest.fixture
 def good_second(monkeypatch, tmp_path):
-    """In place of the second engine one that certainly works: it writes the boxes that the DOT text has."""
+    """Replaces the second engine by one that works: it writes the boxes of the DOT text."""
     program = tmp_path / "good.py"
     program.write_text(
         textwrap.dedent("""\
@@ -137,7 +137,7 @@ def test_every_engine_draws_modules_differences_and_what_is_not_finite(engine):
     assert texts(odd.svg())["t0"][4:] == ["nan", "∞", "−∞", "0"]
 
 
-def test_images_and_documents_are_what_they_are_called(engine, tmp_path):
+def test_files_have_the_format_of_their_suffix(engine, tmp_path):
     graph = tg.graph(swept(two_heads()), engine=engine)
     for name, magic in (("x.png", b"\x89PNG\r\n\x1a\n"), ("x.pdf", b"%PDF"), ("x.svg", b"<?xml"), ("x.html", b"<!DOC")):
         written = graph.save(tmp_path / name)
@@ -156,7 +156,7 @@ def test_the_picture_is_the_same_twice(engine, tmp_path):
     assert first.save(tmp_path / "a.html").read_bytes() == second.save(tmp_path / "b.html").read_bytes()
 
 
-def test_a_picture_asks_the_network_for_nothing(engine, tmp_path):
+def test_a_picture_loads_nothing_from_the_network(engine, tmp_path):
     text = tg.graph(two_heads(), engine=engine).save(tmp_path / "x.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     addresses = {part.split('"')[0] for part in text.split('"http')[1:]}
@@ -165,14 +165,14 @@ def test_a_picture_asks_the_network_for_nothing(engine, tmp_path):
     assert "<a " not in text
 
 
-def test_resting_the_pointer_on_a_box_tells_more(engine):
+def test_boxes_have_tooltips(engine):
     svg = tg.graph(two_heads(), engine=engine).svg()
     told = [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")]
     assert any("X, 3×5, float64\nmin" in text for text in told)
     assert not any("%3" in text for text in told)
 
 
-def test_a_notebook_shows_it_twice_scaled_scrolling_and_with_different_ids(engine):
+def test_a_notebook_shows_a_graph_twice_with_different_ids_scaled_and_scrolling(engine):
     graph = tg.graph(two_heads(), engine=engine)
     first, second = (graph._repr_mimebundle_() for _ in range(2))
     assert list(first) == ["text/html", "image/svg+xml", "text/plain"]
@@ -195,7 +195,7 @@ def test_a_notebook_shows_it_twice_scaled_scrolling_and_with_different_ids(engin
 # No engine
 
 
-def test_without_an_engine_the_text_is_there_and_the_rest_says_what_helps(no_engine, tmp_path):
+def test_without_an_engine_there_is_the_text_and_an_error_that_names_the_fixes(no_engine, tmp_path):
     graph = tg.graph(two_heads())
     assert graph.dot.startswith("digraph")
     for ask in (graph.svg, lambda: graph.save(tmp_path / "x.png"), lambda: graph.save(tmp_path / "x.html")):
@@ -222,13 +222,13 @@ def test_without_an_engine_a_notebook_shows_the_text_and_the_hint(no_engine):
     assert "&lt;TABLE" in shown["text/html"]
 
 
-def test_an_engine_asked_for_by_name_has_no_substitute(no_engine, good_second):
+def test_an_engine_requested_by_name_has_no_substitute(no_engine, good_second):
     assert "second" in tg.graph(two_heads()).svg()
     with pytest.raises(NoEngineError, match="dot is not installed"):
         tg.graph(two_heads(), engine="dot").svg()
 
 
-def test_an_unknown_ending_is_refused_with_those_that_are_known(tmp_path):
+def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"\.svg, \.png, \.pdf, \.html, \.dot, \.gv, got .*x\.jpg"):
         tg.graph(two_heads()).save(tmp_path / "x.jpg")
     with pytest.raises(ValueError, match="got"):
@@ -263,7 +263,7 @@ BROKEN = {
 @posix
 @pytest.mark.parametrize("fault", BROKEN)
 @pytest.mark.parametrize("name", ["x.svg", "x.png"])
-def test_a_broken_dot_is_passed_over_with_one_warning(fault, name, fake_dot, good_second, monkeypatch, tmp_path):
+def test_a_broken_dot_is_skipped_with_one_warning(fault, name, fake_dot, good_second, monkeypatch, tmp_path):
     body, reason = BROKEN[fault]
     fake_dot(body)
     monkeypatch.setattr(render, "LAYOUT_SECONDS", 2.0)
@@ -279,7 +279,7 @@ def test_a_broken_dot_is_passed_over_with_one_warning(fault, name, fake_dot, goo
     "answer",
     ["import time; time.sleep(60)", "import sys; sys.exit(1)", "print('another program')", "this is no Python"],
 )
-def test_a_dot_that_does_not_answer_is_asked_once_and_passed_over(answer, good_second, monkeypatch, tmp_path):
+def test_a_dot_that_does_not_answer_is_probed_once_and_skipped(answer, good_second, monkeypatch, tmp_path):
     program = tmp_path / "dot"
     program.write_text(f"#!{sys.executable}\nopen({str(tmp_path / 'asked')!r}, 'a').write('x')\n{answer}\n")
     program.chmod(0o755)
@@ -301,7 +301,7 @@ def test_when_all_engines_are_broken_the_error_has_the_reasons(no_engine, fake_d
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "empty path"]
 
 
-def test_a_package_that_cannot_be_loaded_is_no_engine(monkeypatch, tmp_path):
+def test_a_package_that_cannot_be_imported_is_not_used(monkeypatch, tmp_path):
     (tmp_path / "pygraphviz.py").write_text("raise OSError('a library is missing')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pygraphviz", raising=False)
@@ -309,7 +309,7 @@ def test_a_package_that_cannot_be_loaded_is_no_engine(monkeypatch, tmp_path):
         tg.graph(two_heads(), engine="pygraphviz").svg()
 
 
-def test_a_failure_leaves_the_old_file(no_engine, tmp_path):
+def test_a_failed_save_keeps_the_old_file(no_engine, tmp_path):
     (tmp_path / "x.svg").write_text("old")
     with pytest.raises(NoEngineError):
         tg.graph(two_heads()).save(tmp_path / "x.svg")
@@ -320,7 +320,7 @@ def test_a_failure_leaves_the_old_file(no_engine, tmp_path):
 # In a browser
 
 
-def test_a_browser_shows_the_page_without_a_complaint(engine, tmp_path):
+def test_a_browser_shows_the_page_without_errors(engine, tmp_path):
     webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
     import shutil
 

@@ -133,6 +133,7 @@ def graph(
     a leaf that requires grad is a parameter if an operation takes it as its weight (w of `x @ w`, the table of an
     embedding) or combines it with another value element by element (`h * scale`), and an input if it is the data of a
     product (x of `x @ w`) or an operand on its own (`exp(x)`, `x * x`). A leaf that does not require grad is an input.
+    Attention weights are the softmax of a module with `is_attention`, or of the primitive `attention`.
 
     Args:
         y: a tensor, or a list, tuple or dict of them (keys are names).
