@@ -13,6 +13,7 @@ ops.softmax(x, axs=-1)  # mistake
 ops.cross_entropy(x, [1, 2, 0], label_smooting=0.1)  # mistake
 ops.linear()  # mistake
 x.sum(keepdim=True)  # mistake
+ops.primitive(kind="sum")  # mistake
 x.permute(1, 0)  # mistake
 Tensor([1.0], require_grad=True)  # mistake
 x.numpy().backward()  # mistake

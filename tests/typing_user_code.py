@@ -7,7 +7,7 @@ from typing import Any, assert_type
 import numpy as np
 
 import tinygrad_mha as tg
-from tinygrad_mha import Tensor, nn, ops
+from tinygrad_mha import Tensor, nn, notation, ops
 
 Array = np.ndarray[tuple[Any, ...], np.dtype[Any]]
 RNG = np.random.default_rng(0)
@@ -56,7 +56,16 @@ def cube(x: Array) -> Array:
 cube.vjps(lambda g, y, x: 3 * g * x**2)
 
 
-def use_a_primitive_of_my_own() -> None:
+@ops.primitive(kind="product", roles=("data", "weight"), formula=notation.infix("⊙"))
+def gate(x: Array, weight: Array) -> Any:
+    return x * weight
+
+
+gate.vjps(lambda g, y, x, weight: g * weight, lambda g, y, x, weight: g * x)
+
+
+def use_primitives_of_my_own() -> None:
+    assert_type(gate(Tensor([1.0, 2.0]), np.ones(2)), Tensor)
     assert_type(cube(Tensor([1.0, 2.0])), Tensor)
     assert_type(cube(np.ones(2)), Array)
     report = tg.gradcheck(cube, np.array([0.3, -1.2]), order=2)

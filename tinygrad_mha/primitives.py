@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import numpy as np
 
@@ -24,21 +24,15 @@ REGISTRY: dict[str, Primitive[..., Any]] = {}
 #     normalization: of each row to a mean, a variance, a sum     distribution: rows are positive and sum to 1
 #     movement: the same elements in another shape, order, dtype  index: a part of an array
 #     scatter: the derivative of an index                         lookup: rows of a table
-KINDS: tuple[str, ...] = (
-    "function",
-    "elementwise",
-    "addition",
-    "activation",
-    "choice",
-    "mask",
-    "reduction",
-    "normalization",
-)
-KINDS += ("distribution", "movement", "index", "scatter", "join", "lookup", "product", "attention", "loss")
+Computing = Literal["function", "elementwise", "addition", "activation", "reduction", "normalization", "distribution"]
+Arranging = Literal["choice", "mask", "movement", "index", "scatter", "join", "lookup"]
+Kind = Literal[Computing, Arranging, "product", "attention", "loss"]
+KINDS: tuple[str, ...] = get_args(Kind)
 
 # What an array argument is. A plain array given as an "operand" is a constant of the formula, as is a mask; a plain
 # array in another role is drawn. A leaf that is used as a weight or bias is a parameter.
-ROLES = ("operand", "data", "weight", "bias", "ids", "targets", "mask")
+Role = Literal["operand", "data", "weight", "bias", "ids", "targets", "mask"]
+ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Traced(Protocol):
@@ -82,8 +76,8 @@ class Primitive(Generic[P, R_co]):
         self,
         forward: Callable[Concatenate[Any, P], R_co],
         arrange: Callable[..., Any] | None = None,
-        kind: str = "function",
-        roles: Sequence[str] = (),
+        kind: Kind = "function",
+        roles: Sequence[Role] = (),
         label: str | None = None,
         formula: Writer = write_call,
         sentence: Callable[[Call], str] | None = None,
@@ -114,7 +108,7 @@ class Primitive(Generic[P, R_co]):
         self.composition: Callable[..., Any] | None = None
         self.samples: Callable[[np.random.Generator], list[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
         self.kind = kind
-        self.roles = tuple(roles) or ("operand",) * len(self.arguments)
+        self.roles: tuple[str, ...] = tuple(roles) or ("operand",) * len(self.arguments)
         self.label = label or self.name
         self.formula = formula
         self.sentence = sentence
@@ -258,7 +252,15 @@ def primitive(forward: Callable[Concatenate[Any, P], R_co]) -> Primitive[P, R_co
 
 
 @overload
-def primitive(**facts: Any) -> Callable[[Callable[Concatenate[Any, P], R_co]], Primitive[P, R_co]]: ...
+def primitive(
+    *,
+    kind: Kind = ...,
+    roles: Sequence[Role] = ...,
+    label: str = ...,
+    formula: Writer = ...,
+    sentence: Callable[[Call], str] = ...,
+    arrange: Callable[..., Any] = ...,
+) -> Callable[[Callable[Concatenate[Any, P], R_co]], Primitive[P, R_co]]: ...
 
 
 def primitive(forward: Any = None, **facts: Any) -> Any:
