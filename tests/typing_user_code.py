@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, assert_type
 
 import numpy as np
@@ -107,6 +108,15 @@ def use_modules() -> None:
         optimizer.step()
     with tg.no_grad():
         assert not model(x).requires_grad
+    with model.evaluating() as same:
+        assert_type(same, TwoLayers)
+    assert_type(apply(model, x), Tensor)
+    assert_type(apply(nn.MultiHeadAttention(5, 1, position=nn.Relative(num_buckets=4)), x), Tensor)
+
+
+def apply(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A module is accepted where a function is."""
+    return f(x)
 
 
 @tg.no_grad

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -267,14 +267,23 @@ class GPT(Module):
         self.special_ids: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
 
-    @overload
-    def forward(
-        self, idx: Any, cache: KVCache | None = None, *, trace: Literal[True], **options: Unpack[GPTOptions]
-    ) -> tuple[Tensor, GPTTrace]: ...
-    @overload
-    def forward(
-        self, idx: Any, cache: KVCache | None = None, *, trace: Literal[False] = False, **options: Unpack[GPTOptions]
-    ) -> Tensor: ...
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]  # the result depends on `trace`
+        def __call__(
+            self, idx: Any, cache: KVCache | None = None, *, trace: Literal[True], **options: Unpack[GPTOptions]
+        ) -> tuple[Tensor, GPTTrace]: ...
+        @overload
+        def __call__(
+            self,
+            idx: Any,
+            cache: KVCache | None = None,
+            *,
+            trace: Literal[False] = False,
+            **options: Unpack[GPTOptions],
+        ) -> Tensor: ...
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def forward(
         self,
         idx: Any,

@@ -6,7 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -16,14 +16,15 @@ from tinygrad_mha.tensors import Tensor, mark_written
 
 __all__ = ["Module", "Scope", "walk"]
 
-F = TypeVar("F", covariant=True)
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
 
-class HasForward(Protocol[F]):
-    """Anything with a `forward` of type F. Tells type checkers how a module is called."""
+class HasForward(Protocol[P, R_co]):
+    """A module with a `forward` of these parameters and this result. Tells type checkers how a module is called."""
 
-    @property
-    def forward(self) -> F: ...
+    def scope(self) -> modes.scope: ...
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
 class Scope(NamedTuple):
@@ -75,17 +76,10 @@ class Module:
         """Compute the output. Subclasses define it; calling the module calls it."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward")
 
-    if TYPE_CHECKING:
-
-        @property
-        def __call__(self: HasForward[F]) -> F:
-            """Call `forward` with the same arguments, in the scope of this module."""
-
-    else:
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with self.scope():
-                return self.forward(*args, **kwargs)
+    def __call__(self: HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Call `forward` with the same arguments, in the scope of this module."""
+        with self.scope():
+            return self.forward(*args, **kwargs)
 
     def scope(self) -> modes.scope:
         """A context manager: nodes made inside belong to this module, as they do in a call of it."""

@@ -5,7 +5,7 @@ Axes: B batch, H heads, T_q queries, T_k keys, d_k width of queries and keys, d_
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -203,14 +203,18 @@ class MultiHeadAttention(Module):
         self.heads = Heads(n, m, self.position, drop, fused)
         self.detail = self.heads.detail
 
-    @overload
-    def forward(
-        self, x: Any, memory: Any = None, *, trace: Literal[True], **options: Unpack[AttentionOptions]
-    ) -> tuple[Tensor, AttentionTrace]: ...
-    @overload
-    def forward(
-        self, x: Any, memory: Any = None, *, trace: Literal[False] = False, **options: Unpack[AttentionOptions]
-    ) -> Tensor: ...
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]  # the result depends on `trace`
+        def __call__(
+            self, x: Any, memory: Any = None, *, trace: Literal[True], **options: Unpack[AttentionOptions]
+        ) -> tuple[Tensor, AttentionTrace]: ...
+        @overload
+        def __call__(
+            self, x: Any, memory: Any = None, *, trace: Literal[False] = False, **options: Unpack[AttentionOptions]
+        ) -> Tensor: ...
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def forward(
         self,
         x: Any,

@@ -6,7 +6,7 @@ Axes: B batch, S source words, T target words, C width (d_model), H heads, V_t t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.random import Generator
@@ -190,10 +190,14 @@ class Transformer(Translator):
         memory = self._encode(np.atleast_2d(src))
         return memory if src.ndim == 2 else memory[0]
 
-    @overload
-    def forward(self, src: Any, tgt: Any, trace: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, src: Any, tgt: Any, trace: Literal[True]) -> tuple[Tensor, TransformerTrace]: ...
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]  # the result depends on `trace`
+        def __call__(self, src: Any, tgt: Any, trace: Literal[False] = False) -> Tensor: ...
+        @overload
+        def __call__(self, src: Any, tgt: Any, trace: Literal[True]) -> tuple[Tensor, TransformerTrace]: ...
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def forward(self, src: Any, tgt: Any, trace: bool = False) -> Tensor | tuple[Tensor, TransformerTrace]:
         """Map ids (B, S) and (B, T) to the logits (B, T, V_t) of the word after each target word; or one pair.
 
