@@ -45,10 +45,26 @@ def test_the_page_on_autodiff_lists_the_rules_of_the_registry(monkeypatch):
     assert rules.read_table() == rules.make_table(), "run: python docs/autodiff_rules.py"
 
 
-def test_the_page_on_the_design_names_every_file():
-    listed = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "design.md").read_text().split("## Rules")[0]))
-    files = {f.relative_to(PACKAGE).as_posix() for f in PACKAGE.rglob("*.py") if not f.name.startswith("__")}
-    assert files == listed - {"tests/test_docs.py"}, "docs/design.md lists the files and what each decides"
+def list_files_of_the_design():
+    """The files that docs/design.md lists, in its order."""
+    table = (ROOT / "docs" / "design.md").read_text().split("| file |")[1].split("\n\n")[0]
+    return re.findall(r"`([\w/]+\.py)`", table)
+
+
+def test_the_page_on_the_design_lists_every_file_once():
+    files = sorted(f.relative_to(PACKAGE).as_posix() for f in PACKAGE.rglob("*.py") if not f.name.startswith("__"))
+    assert sorted(list_files_of_the_design()) == files, "docs/design.md lists the files and what each decides"
+
+
+def test_each_file_imports_only_files_before_it_in_the_design():
+    files = list_files_of_the_design()
+    for i, file in enumerate(files):
+        for node in ast.parse((PACKAGE / file).read_text()).body:  # imports for types only are in an `if`
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tinygrad_mha"):
+                path = node.module.split(".")[1:]
+                for imported_path in [path, *([*path, alias.name] for alias in node.names)]:
+                    name = "/".join(imported_path) + ".py"
+                    assert name not in files[i:], f"{file} imports {name}, which is after it in docs/design.md"
 
 
 # A part of the package imports only parts before it in this list.
