@@ -248,4 +248,5 @@ def choose_tables(layout: Layout) -> set[Value]:
 
 
 def fits_a_table(array: np.ndarray) -> bool:
+    """Whether an array is small enough for a heat table."""
     return 0 < array.size <= MOST_CELLS and max(array.shape[-2:], default=1) <= MOST_ROWS

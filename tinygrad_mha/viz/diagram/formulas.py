@@ -39,6 +39,7 @@ def starts_with_formula(layout: Layout, value: Value) -> bool:
 
 
 def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> Formula:
+    """The formula of a computed value, with the remarks of its operands."""
     assert value.op is not None
     write_operand = operand_writer(layout, titles)
     if value.notation:

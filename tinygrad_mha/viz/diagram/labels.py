@@ -80,6 +80,8 @@ def describe_unnamed(layout: Layout, value: Value) -> str:
             return "input"
         roles = (weight_role(value, user) for user in layout.run.users[value][:1])
         return qualify(layout, value, next(filter(None, roles), "parameter"))
+    if value.notation:
+        return value.notation
     core = value
     while is_foldable(core) and core.sources[0] in layout.inlined:
         core = core.sources[0]

@@ -33,6 +33,7 @@ class Frame:
 
     @property
     def name(self) -> str:
+        """The name of the module in its parent; "" for the outermost module."""
         return self.scope.name
 
     @property
@@ -47,6 +48,7 @@ class Frame:
 
     @property
     def path(self) -> str:
+        """The names of the enclosing modules and its own: h.0.attn."""
         return ".".join(frame.name for frame in reversed(self.enclosing) if frame.name)
 
     @property
@@ -108,6 +110,7 @@ class FrameTree:
         return self._known[key]
 
     def enter_all(self, scope: Sequence[Any]) -> Frame:
+        """The frame of a whole scope."""
         frame = self.root
         for entry in scope:
             frame = self.enter(frame, entry)

@@ -63,6 +63,7 @@ class Value:
 
     @property
     def requires_grad(self) -> bool:
+        """Whether it is a tensor that requires grad."""
         return self.tensor is not None and self.tensor.requires_grad
 
     def has_kind(self, *kinds: str) -> bool:
@@ -87,6 +88,7 @@ class Run:
 
     @cached_property
     def has_backward(self) -> bool:
+        """Whether the backward pass is part of the run."""
         return any(value.backward for value in self.values)
 
     @cached_property
