@@ -146,7 +146,7 @@ def evaluate(equation, values, gradients, causal):
         "sigmoid": tg.ops.sigmoid,
         "tanh": np.tanh,
     }
-    left, _, right = equation.replace(equations.NO_BREAK, " ").partition(" = ")
+    left, _, right = equation.replace(equations.WORD_JOINER, "").replace("\u00a0", " ").partition(" = ")
     if " | " in right:
         right = f"concat({right.replace(' | ', ', ')})"
     right = re.sub(r"(\S+) where allowed", r"where_allowed(\1)", right).replace(" + …", "")
@@ -222,7 +222,7 @@ def equations_of(page, head=0):
 def test_equations_read_as_in_the_paper(rng):
     page = tg.walkthrough(attention(rng, bias=True), rng.standard_normal((5, 5)))
     shown = {
-        name: [text.replace(equations.NO_BREAK, "~") for text in texts] for name, texts in equations_of(page).items()
+        name: [text.replace(equations.WORD_JOINER, "~") for text in texts] for name, texts in equations_of(page).items()
     }
     projected = [("Q_1", "∂scores_1 / √7 @ K_1"), ("K_1", "∂scores_1ᵀ / √7 @ Q_1"), ("V_1", "S_1ᵀ @ ∂H_1")]
     for name, gradient in projected:
@@ -231,7 +231,7 @@ def test_equations_read_as_in_the_paper(rng):
         assert shown.pop(name) == [forward, f"∂{name} = {gradient}", *parameters]
     assert shown == {
         "X": ["X", "∂X = ∂Q_1 @ W_Q1ᵀ + ∂K_1 @ W_K1ᵀ + ∂V_1 @ W_V1ᵀ + …"],
-        "scores_1": ["scores_1 = Q_1 @ K_1ᵀ / √7", "∂scores_1 = ∂masked_1 where~allowed"],
+        "scores_1": ["scores_1 = Q_1 @ K_1ᵀ / √7", "∂scores_1 = ∂masked_1 where\u00a0allowed"],
         "masked_1": ["masked_1 = mask( scores_1 )", "∂masked_1 = S_1 * ( ∂S_1 − row sum(~∂S_1 * ~S_1))"],
         "S_1": ["S_1 = softmax( masked_1 )", "∂S_1 = ∂H_1 @ V_1ᵀ"],
         "H_1": ["H_1 = S_1 @ V_1", "∂H_1 = ∂Concat [:,0:11]"],
@@ -374,7 +374,7 @@ class Power(Position):
 def test_the_formula_of_a_position_object_is_written_out(rng):
     page = tg.walkthrough(attention(rng, position=Power()).astype(np.float64), rng.standard_normal((5, 5)))
     assert_every_equation_holds(page)
-    assert equations_of(page)["Q_1"][0] == "Q_1 = ( X @ W_Q1 + 1) * (\xa0X @ \xa0W_Q1)"
+    assert equations_of(page)["Q_1"][0] == "Q_1 = ( X @ W_Q1 + 1) * (\u2060X @ \u2060W_Q1)"
 
 
 class Long(Position):
@@ -669,7 +669,7 @@ def test_a_page_that_would_be_too_large_is_refused(rng, monkeypatch):
 
 def test_both_languages_say_the_same_things():
     words = json.loads(document.read_page_file("words.json"))
-    forms = words.pop("forms")
+    forms, signs = words.pop("forms"), words.pop("signs")
     assert set(words) == set(document.LANGUAGES)
     assert list(words["en"]) == list(words["zh"])
     for key, english in words["en"].items():
@@ -681,7 +681,14 @@ def test_both_languages_say_the_same_things():
     built = {key for key in words["en"] if key.startswith(("why_", "back_", "name_", "loss_"))}
     assert built == explained
     quoted = set(re.findall(r"'([a-zA-Z_]+)'", document.read_page_file("page.js")))
-    assert set(words["en"]) - built <= quoted | {"input", "parameter", "attention", "output", "constant"}
+    assert set(words["en"]) - built <= quoted | {
+        "input",
+        "parameter",
+        "attention",
+        "output",
+        "constant",
+        *signs.values(),
+    }
 
 
 def test_the_files_of_the_page_are_installed_with_the_package():

@@ -5,7 +5,7 @@ those that have one.
 
 An equation is a string of words with one blank between them. A word that is a title, or ∂ and a title, stands for that
 matrix, with ᵀ behind it for the transposed matrix. Everything else is text. A matrix that the equation has shown before
-is text too: it has a no-break space in front.
+is text too: it has a word joiner, which is invisible, in front.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 MOST_OPERATIONS = 100  # in an equation; beyond, it is written A = f(B, C), which says only what A is computed from
 MOST_TERMS = 4  # of a sum; of a longer one only the terms of the head that is shown are written
-NO_BREAK = "\u00a0"
+WORD_JOINER = "\u2060"
 SYMBOLS = 0xE000  # until an equation is complete, a title is one character of the private use area
 SQUARE = ("scores", "masked", "S")  # what `per_head` calls the matrices (T, T) of a head
 
@@ -111,7 +111,7 @@ class EquationWriter:
         if value.has_kind("mask"):
             return Formula(f"mask({call.x.text})")
         if value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind == "mask":
-            return Formula(f"{call.operand(1).within(PRODUCT)} where{NO_BREAK}allowed", SUM)
+            return Formula(f"{call.operand(1).within(PRODUCT)} where\u00a0allowed", SUM)
         if value.has_kind("join") and call.keywords.get("axis") in (-1, len(call.shape) - 1):
             return Formula(" | ".join(call.given), level=-1)
         if value.has_kind("movement") and "dtype" in call.keywords:
@@ -132,7 +132,7 @@ class EquationWriter:
         def write_title(match: re.Match[str]) -> str:
             word = titles[match[1]] + match[2]
             if word in shown:
-                return NO_BREAK + word
+                return WORD_JOINER + word
             shown.add(word)
             return f" {word} "
 

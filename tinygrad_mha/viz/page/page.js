@@ -6,15 +6,16 @@ const read = id => JSON.parse(document.getElementById(id).textContent);
 const get = id => document.getElementById(id);
 const data = read('data'), words = read('words'), {facts, tokens} = data, count = tokens.length;
 const state = {lang: data.lang, head: 0, step: 0, gradients: false, decode: 0};
-let pointed = null; // the row that is pointed at: {name, row}
+let pointed = null; // the row pointed at: {name, row, gradient}
 let vectors = []; // all rows on the page, in the map and in the equations
 const steps = () => data.walks[state.head];
+const shown = step => (state.gradients ? step.backward : step.forward); // its equations
 
 // ------------------------------------------------------------------------------------------------------------- words
 
 const say = (key, fill = {}) => words[state.lang][key].replace(/\{(\w+)\}/g, (all, name) => fill[name] ?? all);
 
-/** An element with a class, attributes and children. Text only ever becomes text. */
+/** An element with a class, attributes and children. A string becomes a text node, never HTML. */
 function make(tag, className = '', attributes = {}, ...children) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -23,7 +24,7 @@ function make(tag, className = '', attributes = {}, ...children) {
   return element;
 }
 
-/** W_Q1 as W with an index, and its gradient as the derivative of L by it. */
+/** W_Q1 as W with a subscript; its gradient as ∂L/∂W with a subscript. */
 function title(name, gradient = false, turned = false) {
   const [stem, index] = name.split(/_(.*)/);
   const parts = [gradient ? '∂L/∂' + stem : stem];
@@ -34,14 +35,14 @@ function title(name, gradient = false, turned = false) {
 
 const spoken = (name, gradient) => (gradient ? '∂L/∂' : '') + name;
 
-/** A sentence in which [X] stands for the name of a matrix. */
+/** A sentence. In words.json, [X] stands for the name of a matrix. */
 function sentence(key, names = {}, fill = {}) {
   return say(key, fill).split(/\[(\w+)\]/).map((part, i) => (i % 2 ? title(names[part] ?? part) : part));
 }
 
 const SIGNS = {' ': '␣', '\n': '⏎', '\t': '⇥'};
 
-/** A token as it can be seen: where it is only white space, signs for it. */
+/** A token as text that is visible: white space alone is replaced by signs. */
 const visible = token => (token.trim() ? token : token.replace(/[ \n\t]/g, c => SIGNS[c]) || '∅');
 const quoted = token => `“${visible(token).trim()}”`;
 
@@ -60,7 +61,7 @@ const matrices = Object.fromEntries(Object.entries(data.matrices).map(([name, m]
 }));
 const patterns = data.reach.patterns.map(bits => Uint8Array.from(atob(bits), c => c.charCodeAt(0)));
 
-/** Whether, in this run, row i of `made` depends on row j of `from`. */
+/** Whether row i of `made` depends on row j of `from` in this run. */
 function depends(made, i, from, j) {
   const index = data.reach.pairs[made]?.[from];
   if (index === undefined) return false;
@@ -84,7 +85,7 @@ function decimals2(v) {
   return proper(size >= 1000 ? v.toExponential(0) : v.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)).replace(/^−(0\.00)$/, '$1');
 }
 
-/** All digits that the number has, and no more. */
+/** The shortest text that gives exactly this number. */
 function exact(v, array) {
   if (!Number.isFinite(v)) return unfinished(v);
   let text = String(v);
@@ -115,7 +116,7 @@ function colour(v, most, which) {
 
 const css = rgb => (rgb ? `rgb(${rgb})` : 'transparent');
 
-/** Black or white, whichever is read better on a colour (by WCAG's relative luminance, then never under 4.5 to 1). */
+/** Black or white: the one with the better contrast on a colour, by WCAG's relative luminance (at least 4.5 to 1). */
 function ink(rgb) {
   if (!rgb) return '';
   const [r, g, b] = rgb.map(v => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
@@ -124,18 +125,18 @@ function ink(rgb) {
 
 // ---------------------------------------------------------------------------------------------------------- matrices
 
-/** The state of row i of a matrix while token number `state.decode` is being read: computed, cached or absent. */
+/** The state of row i of a matrix in decoding step `state.decode`: computed, cached or absent. */
 function decodeState(m, i) {
   if (!state.decode || !m.tokens[0]) return '';
   const step = data.decode[state.decode - 1];
   return step.computed.includes(i) ? 'computed' : m.cached && step.cached.includes(i) ? 'cached' : 'absent';
 }
 
-/** Whether column j is there: while decoding, there are no keys yet of the tokens to come. */
+/** Whether column j exists: while decoding, later tokens have no keys yet. */
 const present = (m, j) => !state.decode || !m.tokens[1] || j < data.decode[state.decode - 1].read;
 
-/** One matrix: a row is a `vector`, lying, or standing where the matrix is transposed.
- *  size: {w, h} of a cell, how many `digits` its numbers have (0: colours only), `label` (the width of row names). */
+/** One matrix. Each row is a `vector`: horizontal, or vertical if the matrix is transposed.
+ *  size: {w, h} of a cell, `digits` of its numbers (0: colours only), `label`: the width of the row names. */
 function drawMatrix(name, size, {gradient = false, turned = false, small = false} = {}) {
   const m = matrices[name], array = gradient ? m.gradient : m.values, most = gradient ? m.mostGradient : m.most;
   const which = palette(m, gradient), figure = make('figure', `${m.kind} ${turned ? 'turned' : ''} ${small ? 'small' : ''}`);
@@ -242,13 +243,13 @@ function parse(text) {
   });
 }
 
-const widthOf = text => [...text].reduce((a, c) => a + (c > '\u2e7f' ? 13.5 : 7.6), 0); // about, in pixels
+const widthOf = text => [...text].reduce((a, c) => a + (c > '\u2e7f' ? 13.5 : 7.6), 0); // estimate in pixels
 const longest = Math.max(...tokens.map(t => widthOf(visible(t)))) + 8;
-const LABEL = Math.min(longest, 92) + 6; // the width of the tokens beside rows
-const upright = w => w < Math.min(longest, 54); // tokens over columns that are too narrow stand upright
-const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 76) + 2 : 20); // none where columns are thin
+const LABEL = Math.min(longest, 92) + 6; // the width of the tokens next to rows
+const upright = w => w < Math.min(longest, 54); // tokens above narrow columns are written vertically
+const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 76) + 2 : 20); // no tokens above very narrow columns
 
-/** How large the cells of an equation's matrices can be, so that it stands in one line if possible. */
+/** The sizes of the cells of an equation's matrices, such that the equation fits in one line if possible. */
 function sizes(terms, width) {
   const figures = terms.filter(t => t.name).map(({name, turned}) => {
     const m = matrices[name], [across, down] = turned ? [m.rows, m.columns] : [m.columns, m.rows];
@@ -257,9 +258,10 @@ function sizes(terms, width) {
   const sum = (list, f) => list.reduce((a, x) => a + f(x), 0);
   const wide = figures.filter(f => f.across > 26), narrow = figures.filter(f => f.across <= 26);
   for (const f of wide) f.w = Math.max(1, Math.min(6, 320 / f.across));
-  const taken = sum(figures, f => f.label + 12) + sum(wide, f => f.across * f.w) + 30 * (terms.length - figures.length);
+  const taken = sum(figures, f => f.label + 12) + sum(wide, f => f.across * f.w)
+    + sum(terms.filter(t => !t.name), text => 18 + 1.3 * widthOf(text));
   let w = (width - taken) / Math.max(1, sum(narrow, f => f.across * 1.04));
-  if (w < 29) w = Math.min(44, ...narrow.map(f => (width - f.label - 20) / (f.across * 1.04))); // over several lines
+  if (w < 29) w = Math.min(44, ...narrow.map(f => (width - f.label - 20) / (f.across * 1.04))); // in several lines
   for (const f of figures) {
     f.h = f.down <= 8 ? 28 : f.down <= 16 ? 24 : f.down <= 30 ? 16 : Math.max(f.label ? 10 : 2, Math.floor((f.label ? 420 : 384) / f.down));
     f.digits = f.w || w < 29 || f.h < 16 ? 0 : w < 52 ? 2 : 4;
@@ -274,7 +276,7 @@ function drawEquation(text) {
   line.dataset.text = text;
   const over = terms.filter(t => t.name).map((t, i) => (matrices[t.name].tokens[t.turned ? 0 : 1] ? roomOver(sized[i].w) : 0));
   line.style.setProperty('--top', 24 + Math.max(...over) + 'px');
-  let group; // a line breaks in front of a sum's next term and of the result, if it can
+  let group; // a line may break before a term of a sum and before the result
   for (const term of terms) {
     if (!group || ['=', '+', '|'].includes(term)) line.append(group = make('div', 'group'));
     group.append(term.name ? drawMatrix(term.name, sized.shift(), term) : make('span', 'sign', {}, ...sign(term)));
@@ -294,7 +296,7 @@ function product(text) {
   return at === '@' && a.name && b?.name && (!slash || slash === '/') && !more.length ? {a, b, root: first ?? last} : null;
 }
 
-/** The sum behind number (i, j) of a product. */
+/** The sum that gives number (i, j) of a product, as text. */
 function sumOf({a, b, root}, i, j) {
   const [ma, mb] = [matrices[a.name], matrices[b.name]], whole = m => m.columns === m.shape[1] && m.rows === m.shape[0];
   if (!whole(ma) || !whole(mb)) return '';
@@ -314,10 +316,10 @@ function markFactors(line, {a, b}, i, j) {
 
 // --------------------------------------------------------------------------------------------------------------- map
 
-/** Whether a step is part of the walk through every head. */
-const shared = out => data.walks.every(walk => walk.some(step => step.out === out));
+/** The number of heads that have a step. */
+const headsWith = out => data.walks.filter(walk => walk.some(step => step.out === out)).length;
 
-/** The result of every step, small: a column is a step, a lane is a head. */
+/** The results of all steps in small: a column for each step, a lane for each head. */
 function drawMap() {
   const lanes = data.walks.length, map = make('div', 'lanes');
   map.style.gridTemplateColumns = `auto repeat(${steps().length}, auto)`;
@@ -334,7 +336,7 @@ function drawMap() {
       map.append(tag);
     }
     walk.forEach((step, c) => {
-      const whole = shared(step.out);
+      const whole = headsWith(step.out) === lanes;
       if (whole && lane) return;
       const {columns} = matrices[step.out], w = Math.min(7, (step.out === 'Concat' ? 132 : 66) / columns);
       const figure = drawMatrix(step.out, {w: Math.max(w, 18 / columns), h, digits: 0}, {gradient: state.gradients, small: true});
@@ -360,24 +362,22 @@ function markMap() {
 
 /** Which explanation fits an equation, by its form without the indices of names. "other" if none does. */
 function form(kind, equation) {
-  const text = equation.replace(/([A-Za-z]+)_[A-Za-z0-9]+/g, '$1');
-  return Object.keys(words.forms[kind]).find(key => new RegExp(`^(${words.forms[kind][key]})$`).test(text)) ?? 'other';
+  const text = equation.replace(/([A-Za-z]+)_[A-Za-z0-9]+/g, '$1'), forms = words.forms[kind];
+  return Object.keys(forms).find(key => new RegExp(`^(${forms[key]})$`).test(text)) ?? 'other';
 }
 
 function explanation(step) {
-  const [equation] = state.gradients ? step.backward : step.forward, names = {out: step.out};
-  for (const {name} of parse(equation)) if (name) [names[name.split('_')[0]], names.last] = [names[name.split('_')[0]] ?? name, name];
+  const [equation] = shown(step), used = parse(equation).filter(term => term.name).map(term => term.name);
+  const names = {out: step.out, last: used.at(-1)};
+  for (const name of used) names[name.split('_')[0]] ??= name;
+  const kind = form(state.gradients ? 'backward' : 'forward', equation);
   if (state.gradients) {
-    const loss = facts.loss_value === undefined || facts.loss_value === null ? '' : digits4(facts.loss_value);
-    return [...sentence('back_' + form('backward', equation), names), ...(step.out === 'Y' ? sentence('loss_' + facts.loss, names, {loss}) : [])];
+    const loss = Number.isFinite(facts.loss_value) ? digits4(facts.loss_value) : '';
+    return [...sentence('back_' + kind, names), ...(step.out === 'Y' ? sentence('loss_' + facts.loss, names, {loss}) : [])];
   }
-  const kind = form('forward', equation);
   const key = kind === 'X' && facts.layer !== undefined ? 'X_layer' : kind === 'Concat' && facts.n_head === 1 ? 'Concat_one' : kind;
-  const result = sentence('why_' + key, names, facts);
-  if (names.b) result.push(...sentence('why_bias', names));
-  if (equation.includes('rotate(')) result.push(say('why_rotate'));
-  if ('KV'.includes(kind) && data.walks.filter(walk => walk.some(s => s.out === step.out)).length > 1) result.push(say('why_shared'));
-  return result;
+  return [...sentence('why_' + key, names, facts), ...(names.b ? sentence('why_bias', names) : []),
+    equation.includes('rotate(') ? say('why_rotate') : '', 'KV'.includes(kind) && headsWith(step.out) > 1 ? say('why_shared') : ''];
 }
 
 /** While decoding: what the step computed, and what the cache saved. */
@@ -385,9 +385,8 @@ function decodeNote() {
   if (!state.decode) return [];
   const t = state.decode, step = data.decode[t - 1], number = v => v.toLocaleString('en').replace(/,/g, '\u202f');
   const sum = key => data.decode.slice(0, t).reduce((a, s) => a + s[key], 0);
-  const token = quoted(tokens[t - 1]);
-  const [products, without] = [step.products, step.products_without];
-  const saved = {products: number(products), without: number(without), percent: Math.round(100 - (100 * products) / without),
+  const token = quoted(tokens[t - 1]), percent = Math.round(100 - (100 * step.products) / step.products_without);
+  const saved = {products: number(step.products), without: number(step.products_without), percent,
     sum: number(sum('products')), sum_without: number(sum('products_without'))};
   const difference = step.difference === null ? 'nan' : digits4(step.difference);
   return [
@@ -398,23 +397,19 @@ function decodeNote() {
 
 function drawStep() {
   const step = steps()[state.step];
-  const formula = parse((state.gradients ? step.backward : step.forward)[0]);
   get('step').replaceChildren(say('step', {number: state.step + 1, name: say('name_' + form('forward', step.forward[0]))}), make('span', 'formula', {},
-    ...formula.flatMap(t => [' ', ...(t.name ? [title(t.name, t.gradient, t.turned)] : sign(t))])));
+    ...parse(shown(step)[0]).flatMap(t => [' ', ...(t.name ? [title(t.name, t.gradient, t.turned)] : sign(t))])));
   get('why').replaceChildren(...explanation(step));
   get('note').replaceChildren(...decodeNote());
   get('note').hidden = !state.decode;
   vectors = vectors.filter(v => v.element.closest('#map'));
-  get('equations').replaceChildren(...(state.gradients ? step.backward : step.forward).map(drawEquation));
+  get('equations').replaceChildren(...shown(step).map(drawEquation));
   get('back').disabled = state.step === 0;
   get('next').disabled = state.step === steps().length - 1;
   drawLegend();
   markMap();
   mark();
 }
-
-const MEANINGS = {'@': 'product', 'ᵀ': 'transpose', '*': 'elementwise', '′': 'derivative', 'row sum': 'row_sums',
-  'column sum': 'column_sums', 'mask(': 'masking', 'where\u00a0allowed': 'allowed'};
 
 function drawLegend() {
   const bar = (which, low, high) => {
@@ -423,13 +418,13 @@ function drawLegend() {
     return make('span', '', {}, low, swatch, high);
   };
   const key = (className, text) => make('span', '', {}, make('span', 'key ' + className), say(text));
-  const equations = state.gradients ? steps()[state.step].backward : steps()[state.step].forward;
+  const equations = shown(steps()[state.step]);
   const palettes = new Set(equations.flatMap(parse).filter(t => t.name).map(t => palette(matrices[t.name], t.gradient)));
   const items = [...palettes].map(p => (p === 'attention' ? bar(p, '0', '1') : bar(p, say('lowest'), say('highest'))));
   items.push(key('here', 'row_here'), key('source', state.gradients ? 'gradient_source' : 'source'));
   items.push(key('target', state.gradients ? 'gradient_target' : 'target'));
   if (state.decode) items.push(...['computed', 'cached', 'absent'].map(s => key(s, s)));
-  for (const [mark, key] of Object.entries(MEANINGS)) {
+  for (const [mark, key] of Object.entries(words.signs)) {
     if (equations.join().includes(mark)) items.push(make('span', '', {}, make('b', '', {}, mark), say(key)));
   }
   get('legend').replaceChildren(...items);
@@ -437,7 +432,7 @@ function drawLegend() {
 
 // ------------------------------------------------------------------------------------------------------------- reach
 
-/** Show, everywhere at once, which rows the pointed one came from and which it reaches. */
+/** Mark, in all matrices, the rows that the row pointed at depends on and those that depend on it. */
 function mark() {
   for (const {element, name, row} of vectors) {
     let relation = '';
@@ -461,7 +456,7 @@ function listed(rows) {
   return names.length <= 6 ? names.join(' ') : say('more', {first: names.slice(0, 3).join(' '), last: names.at(-1), count: names.length});
 }
 
-/** The line below: the pointed row in words, and the number under the pointer. `cell`: {element, column}. */
+/** The status line: the row pointed at in words, and the number under the pointer. `cell`: {figure, column}. */
 function drawStatus(cell = null) {
   for (const element of document.querySelectorAll('.factor')) element.classList.remove('factor');
   if (!pointed) return get('status').replaceChildren(say('hint'));
@@ -478,7 +473,7 @@ function drawStatus(cell = null) {
   get('status').replaceChildren(...parts);
 }
 
-/** The number under the pointer with all its digits, and where it is the result of a product, the sum behind it. */
+/** The number under the pointer with all digits and, for the result of a product, the sum that gives it. */
 function drawNumber({figure, column}) {
   const {name, row, gradient} = pointed, m = matrices[name], array = gradient ? m.gradient : m.values;
   const v = array[row * m.columns + column];
@@ -499,7 +494,7 @@ function drawNumber({figure, column}) {
 
 function point(vector, event) {
   const figure = vector?.closest('figure');
-  if (figure && matrices[figure.dataset.name].kind === 'constant') vector = null; // it comes from nowhere
+  if (figure && matrices[figure.dataset.name].kind === 'constant') vector = null; // it depends on nothing
   const next = vector && {name: figure.dataset.name, row: Number(vector.dataset.row), gradient: figure.dataset.of === 'gradients'};
   if (next?.name !== pointed?.name || next?.row !== pointed?.row || next?.gradient !== pointed?.gradient) {
     pointed = next;
@@ -570,7 +565,7 @@ function set(changes) {
   }
   drawDecode();
   drawStep();
-  if (held !== undefined) { // who follows a row with the keyboard goes on with it
+  if (held !== undefined) { // keep the focus on the row that the keyboard has reached
     get('equations').querySelector(`.result .vector[data-row="${Math.min(held, count - 1)}"]`)?.focus();
   }
 }
@@ -589,7 +584,7 @@ get('map').addEventListener('click', event => {
   get('heads').querySelectorAll('input')[head].checked = true;
 });
 const vectorOf = event => event.target.closest?.('.vector');
-let place = ''; // of the mouse: a page that changes under a mouse at rest must not take the row from the keyboard
+let place = ''; // of the mouse: if the page changes under a resting mouse, the keyboard keeps its row
 document.addEventListener('mousemove', event => {
   const here = `${event.screenX} ${event.screenY}`;
   if (here !== place) point(vectorOf(event), event);
