@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from tinygrad_mha.files.atomic import replacing
 from tinygrad_mha.files.json_files import CheckpointError, read_json
 from tinygrad_mha.files.safetensors import load_arrays, save_arrays
 
-__all__ = ["FORMATS", "Folder", "Format", "Key", "Savable", "find_end_ids", "read_folder", "write_folder"]
+__all__ = ["FORMATS", "Folder", "Format", "Key", "find_end_ids", "read_folder", "write_folder"]
 
 IS_LINEAR = re.compile(r"(^|\.)c_\w+\.weight$")
 HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # norms and linear layers
@@ -38,15 +38,6 @@ class Folder(NamedTuple):
     arrays: dict[str, np.ndarray]  # the parameters, in our names and layout
     special_ids: dict[str, Any]  # bos_token_id, eos_token_id, ... of config.json
     generation_config: dict[str, Any]  # generation_config.json, or {} if there is none
-
-
-class Savable(Protocol):
-    """What a folder needs of a tokenizer."""
-
-    vocab_size: int
-
-    def save(self, folder: Path) -> None:
-        """Write the files of the tokenizer into a folder."""
 
 
 class Key(NamedTuple):
@@ -169,7 +160,7 @@ class Format:
             for name, part in zip(names, parts, strict=True):
                 full_name = ("" if ours == "lm_head.weight" else self.prefix) + name.replace("*", block)
                 arrays[full_name] = part.T if self.transposed and IS_LINEAR.search(ours) else part
-                if self.biased and not config["bias"] and HAS_BIAS.search(ours):
+                if self.biased and HAS_BIAS.search(ours) and ours.removesuffix("weight") + "bias" not in state:
                     arrays[full_name.removesuffix("weight") + "bias"] = np.zeros(part.shape[-1], part.dtype)
         return arrays
 
@@ -329,24 +320,17 @@ def read_folder(folder: str | os.PathLike[str]) -> Folder:
     return Folder(settings, FORMATS[kind].read_arrays(path, load_arrays(path)), special_ids, generation_config)
 
 
-def write_folder(
-    folder: str | os.PathLike[str],
-    content: Folder,
-    defaults: Mapping[str, Any],
-    tokenizer: Savable | None = None,
-) -> None:
-    """Write config.json, model.safetensors, generation_config.json unless it is empty, and the tokenizer.
+def write_folder(folder: str | os.PathLike[str], content: Folder, defaults: Mapping[str, Any]) -> None:
+    """Write config.json, model.safetensors and, unless it is empty, generation_config.json.
 
     Args:
         defaults: the default values of a `GPTConfig`.
 
     Raises:
-        ValueError: no format can hold the model; the reasons are given for each. Or the tokenizer has more tokens.
+        ValueError: no format can hold the model; the reasons are given for each.
     """
     state = content.arrays
     config = simplify({**content.settings, "tie_weights": "lm_head.weight" not in state})
-    if tokenizer is not None and tokenizer.vocab_size > config["vocab_size"]:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {config['vocab_size']}")
     reasons = {kind: form.find_unsupported(config, defaults, state) for kind, form in FORMATS.items()}
     form = next((FORMATS[kind] for kind, wrong in reasons.items() if not wrong), None)
     if form is None:
@@ -355,20 +339,16 @@ def write_folder(
     find_end_ids(content.special_ids, content.generation_config)
     theirs = {**form.write_config(config), "bos_token_id": None, "eos_token_id": None, **content.special_ids}
     theirs["dtype"] = str(state["wte.weight"].dtype)
-    text = to_json(theirs)
-    generation_text = to_json(content.generation_config)
+    texts = [to_json(theirs), to_json(content.generation_config)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "config.json") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    generation_path = folder / "generation_config.json"
+    with replacing(folder / "config.json") as config_file, replacing(generation_path) as generation_file:
+        config_file.write_text(texts[0], encoding="utf-8")
+        generation_file.write_text(texts[1], encoding="utf-8")
         save_arrays(folder / "model.safetensors", form.write_arrays(config, state), {"format": "pt"})
-        if content.generation_config:
-            with replacing(folder / "generation_config.json") as temporary_generation:
-                temporary_generation.write_text(generation_text, encoding="utf-8")
-        else:
-            Path(folder / "generation_config.json").unlink(missing_ok=True)
-        if tokenizer is not None:
-            tokenizer.save(folder)
+    if not content.generation_config:
+        generation_path.unlink()
 
 
 def simplify(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -397,4 +377,5 @@ def find_end_ids(special_ids: Mapping[str, Any], generation_config: Mapping[str,
 
 
 def to_json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2, default=int) + "\n"  # int: NumPy's integers
+    """JSON text; scalars of NumPy are written as numbers."""
+    return json.dumps(content, indent=2, default=np.generic.item) + "\n"

@@ -15,6 +15,7 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability, is_number
+from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.nn.cache import KVCache
@@ -385,7 +386,7 @@ class GPT(Module):
         model.special_ids, model.generation_config = content.special_ids, content.generation_config
         return model.eval()
 
-    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: hf.Savable | None = None) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Tokenizer | None = None) -> None:
         """Write a folder that `from_pretrained` and Hugging Face transformers open.
 
         A GPT-2 or GPT-1 without biases is written with biases of zeros, since those formats have no way to omit them.
@@ -401,7 +402,11 @@ class GPT(Module):
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
         content = hf.Folder(self.config.to_dict(), arrays, self.special_ids, self.generation_config)
-        hf.write_folder(folder, content, defaults, tokenizer)
+        if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
+            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.config.vocab_size}")
+        hf.write_folder(folder, content, defaults)
+        if tokenizer is not None:
+            tokenizer.save(folder)
 
 
 def make_norm(config: GPTConfig) -> LayerNorm | RMSNorm:
