@@ -1,7 +1,8 @@
 """NumPy functions that accept Tensors: each calls the method or the primitive of the same meaning.
 
 `Tensor.__array_ufunc__` and `Tensor.__array_function__` call `apply_ufunc` and `apply_function`. Other NumPy functions
-raise TypeError: none may turn a Tensor into an array silently and lose its gradient.
+raise TypeError: none may turn a Tensor into an array silently and lose its gradient. The type annotations of NumPy do
+not cover this: typed code uses operators, methods of Tensor, and `ops`.
 """
 
 from __future__ import annotations
