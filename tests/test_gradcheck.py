@@ -22,7 +22,7 @@ def failed_report(f, *inputs, **options):
     return caught.value.report
 
 
-def primitive(forward, *rules):
+def make_primitive(forward, *rules):
     return ops.primitive(forward).vjps(*rules)
 
 
@@ -30,7 +30,7 @@ def primitive(forward, *rules):
 
 
 def test_a_rule_off_by_a_thousandth_is_caught(rng):
-    cube = primitive(named("cube", lambda x: x**3), lambda g, y, x: 3.003 * g * x * x)
+    cube = make_primitive(with_name("cube", lambda x: x**3), lambda g, y, x: 3.003 * g * x * x)
     report = failed_report(cube, rng.standard_normal((2, 3)))
     assert report.worst.relative == pytest.approx(0.001, rel=0.01)
 
@@ -38,14 +38,14 @@ def test_a_rule_off_by_a_thousandth_is_caught(rng):
 def test_a_rule_off_by_a_thousandth_in_one_element_is_caught(rng):
     tilt = np.ones((2, 3))
     tilt[1, 2] = 1.001
-    double = primitive(named("double", lambda x: 2 * x), lambda g, y, x: 2 * g * tilt)
+    double = make_primitive(with_name("double", lambda x: 2 * x), lambda g, y, x: 2 * g * tilt)
     assert failed_report(double, rng.standard_normal((2, 3))).worst.index == (1, 2)
 
 
 def test_one_wrong_element_among_thousands_is_found(rng):
     tilt = np.ones((53, 59))
     tilt[31, 7] = 1.01
-    double = primitive(named("double", lambda x: 2 * x), lambda g, y, x: 2 * g * tilt)
+    double = make_primitive(with_name("double", lambda x: 2 * x), lambda g, y, x: 2 * g * tilt)
     report = failed_report(double, rng.standard_normal((53, 59)))
     assert report.worst.index == (31, 7)
 
@@ -53,43 +53,45 @@ def test_one_wrong_element_among_thousands_is_found(rng):
 def test_a_wrong_element_that_a_random_direction_cannot_see_is_caught(rng):
     # The error is 1e-3 of its own element, and 1e-6 of the derivative along any direction that moves all elements.
     weights = np.array([1e3, 1e2, 1.0])
-    weigh = primitive(named("weigh", lambda x: weights * x), lambda g, y, x: g * weights * [1, 1, 1.001])
+    weigh = make_primitive(with_name("weigh", lambda x: weights * x), lambda g, y, x: g * weights * [1, 1, 1.001])
     assert failed_report(lambda x: weigh(x).sum(), 1e-3 * rng.standard_normal(3)).worst.index == (2,)
 
 
 def test_a_wrong_sign_is_caught(rng):
-    difference = primitive(named("difference", lambda a, b: a - b), lambda g, y, a, b: g, lambda g, y, a, b: g)
+    difference = make_primitive(with_name("difference", lambda a, b: a - b), lambda g, y, a, b: g, lambda g, y, a, b: g)
     report = failed_report(difference, rng.standard_normal(3), rng.standard_normal(3))
     assert [e.status for e in report.entries] == ["ok", "wrong"]
 
 
 def test_a_wrong_sign_in_the_softmax_rule_is_caught(rng):
-    bad = primitive(
-        named("bad_softmax", lambda x: ops.softmax(x)),
+    bad = make_primitive(
+        with_name("bad_softmax", lambda x: ops.softmax(x)),
         lambda g, y, x: y * (g + (g * y).sum(axis=-1, keepdims=True)),
     )
     failed_report(bad, rng.standard_normal((3, 5)))
 
 
 def test_a_missing_transpose_is_caught_on_square_matrices(rng):
-    product = primitive(named("product", lambda a, b: a @ b), lambda g, y, a, b: g @ b, lambda g, y, a, b: a.mT @ g)
+    product = make_primitive(
+        with_name("product", lambda a, b: a @ b), lambda g, y, a, b: g @ b, lambda g, y, a, b: a.mT @ g
+    )
     report = failed_report(product, rng.standard_normal((3, 3)), rng.standard_normal((3, 3)))
     assert [e.status for e in report.entries] == ["wrong", "ok"]
 
 
 def test_a_missing_contribution_is_caught(rng):
-    square = primitive(named("square", lambda x: x * x), lambda g, y, x: g * x)
+    square = make_primitive(with_name("square", lambda x: x * x), lambda g, y, x: g * x)
     assert failed_report(square, rng.standard_normal(3)).worst.relative == pytest.approx(0.5)
 
 
 def test_a_wrong_rule_of_a_tiny_function_is_caught(rng):
     # Tolerances follow the size of the gradient: an absolute one would let everything below it pass.
-    tiny = primitive(named("tiny", lambda x: 1e-12 * x * x), lambda g, y, x: 2.002e-12 * g * x)
+    tiny = make_primitive(with_name("tiny", lambda x: 1e-12 * x * x), lambda g, y, x: 2.002e-12 * g * x)
     failed_report(tiny, rng.standard_normal(3))
 
 
 def test_a_wrong_second_derivative_is_caught_though_the_first_is_right(rng):
-    cube = primitive(named("cube", lambda x: x**3), lambda g, y, x: g * 3 * np.square(as_array(x)))
+    cube = make_primitive(with_name("cube", lambda x: x**3), lambda g, y, x: g * 3 * np.square(as_array(x)))
     x = rng.standard_normal(3)
     assert gradcheck(cube, x).ok
     report = failed_report(cube, x, order=2)
@@ -107,7 +109,7 @@ def test_one_detached_factor_is_caught(rng):
 
 
 def test_the_error_of_a_wrong_rule_is_the_same_at_every_step(rng):
-    cube = primitive(named("cube", lambda x: x**3), lambda g, y, x: 3.3 * g * x * x)
+    cube = make_primitive(with_name("cube", lambda x: x**3), lambda g, y, x: 3.3 * g * x * x)
     report = failed_report(cube, rng.standard_normal(2))
     errors = [error for step, error in report.entries[0].sweep if 1e-7 < step < 1e-2]
     assert len(errors) >= 4
@@ -254,7 +256,7 @@ def test_integers_and_masks_are_passed_on(rng):
 def test_several_outputs_are_checked_together(rng):
     assert gradcheck(lambda x: (x.tanh(), x * x), rng.standard_normal(3)).ok
     assert gradcheck(lambda x: {"a": x.tanh(), "b": [1] and x.exp()}, rng.standard_normal(3)).ok
-    half_wrong = primitive(named("half", lambda x: x / 2), lambda g, y, x: g)
+    half_wrong = make_primitive(with_name("half", lambda x: x / 2), lambda g, y, x: g)
     failed_report(lambda x: (x.tanh(), half_wrong(x)), rng.standard_normal(3))
 
 
@@ -265,8 +267,8 @@ def test_a_kink_is_reported_and_passes():
 
 
 def test_a_rule_that_gives_a_tie_of_max_to_the_first_has_kinks():
-    first = primitive(
-        named("first_max", lambda x: x.max()),
+    first = make_primitive(
+        with_name("first_max", lambda x: x.max()),
         lambda g, y, x: g * (np.arange(x.size) == np.argmax(as_array(x))),
     )
     assert [kink.index for kink in gradcheck(first, np.array([1.0, 2.0, 2.0])).entries[0].kinks] == [(1,), (2,)]
@@ -278,7 +280,9 @@ def test_a_rule_that_takes_the_middle_of_a_kink_agrees_with_the_central_differen
 
 
 def test_a_gradient_outside_the_two_slopes_of_a_kink_is_wrong():
-    bad = primitive(named("bad_relu", lambda x: np.maximum(x, 0)), lambda g, y, x: g * (x > 0) + 3 * g * (x == 0))
+    bad = make_primitive(
+        with_name("bad_relu", lambda x: np.maximum(x, 0)), lambda g, y, x: g * (x > 0) + 3 * g * (x == 0)
+    )
     failed_report(bad, np.array([0.0, 1.5]))
 
 
@@ -288,13 +292,13 @@ def test_a_kink_closer_than_the_step_is_not_reported():
 
 
 def test_large_values_do_not_excuse_a_wrong_rule(rng):
-    square = primitive(named("square", lambda x: x * x), lambda g, y, x: 2.002 * g * x)
+    square = make_primitive(with_name("square", lambda x: x * x), lambda g, y, x: 2.002 * g * x)
     failed_report(lambda x: 1e9 + square(x), rng.standard_normal(5) + 3)
 
 
 def test_truncation_does_not_excuse_a_wrong_rule():
     # (L(x + h) - L(x - h)) / 2h of x^3 is 3 x^2 + h^2: at h = 0.1 it would meet this rule exactly.
-    cube = primitive(named("cube", lambda x: x**3), lambda g, y, x: g * (3 * x * x + 0.01))
+    cube = make_primitive(with_name("cube", lambda x: x**3), lambda g, y, x: g * (3 * x * x + 0.01))
     failed_report(cube, np.array([1.0]))
 
 
@@ -357,7 +361,7 @@ def test_a_module_is_restored_after_an_exception(rng):
 
 
 def test_the_report_reads_as_text_and_as_data(rng):
-    cube = primitive(named("cube", lambda x: x**3), lambda g, y, x: 3.3 * g * x * x)
+    cube = make_primitive(with_name("cube", lambda x: x**3), lambda g, y, x: 3.3 * g * x * x)
     report = failed_report(cube, rng.standard_normal((2, 3)))
     text = str(report)
     assert "gradcheck of cube: FAILED" in text
@@ -388,7 +392,7 @@ def test_a_seed_decides_the_cotangent(rng):
     assert reports[0] != reports[2]
 
 
-def named(name, f):
+def with_name(name, f):
     f.__name__ = name
     return f
 
