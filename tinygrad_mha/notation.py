@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -92,8 +93,8 @@ Writer = Callable[[Call], Formula]
 
 
 def write_number(x: float) -> str:
-    """At most four significant digits, with a real minus sign."""
-    return f"{x:.4g}".replace("-", "−").replace("inf", "∞")
+    """At most four significant digits, with a real minus sign: 0.0042, −1.234e−5."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.4g}").replace("-", "−").replace("inf", "∞")
 
 
 def write_shape(lengths: tuple[int, ...]) -> str:
