@@ -169,7 +169,7 @@ class Primitive(Generic[P, R_co]):
     @overload
     def __call__(self, x: Any, /, *inputs: P.args, **keywords: P.kwargs) -> R_co: ...
 
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:  # type: ignore[misc]  # mypy wants P here
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:  # type: ignore[misc]  # P cannot describe this
         if self.arrange is not None:
             inputs, keywords = self.arrange(inputs, keywords)
         if keywords and not self.variadic and not self.keywords_known.issuperset(keywords):

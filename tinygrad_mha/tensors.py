@@ -121,7 +121,7 @@ class Tensor:
     def mT(self) -> Tensor:  # noqa: N802
         """The matrix transpose, the last two axes exchanged: (..., a, b) -> (..., b, a)."""
         if self.ndim < 2:
-            raise ValueError(f"mT wants two or more axes, got shape {self.shape}")
+            raise ValueError(f"mT needs two or more axes, got shape {self.shape}")
         axes = (*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
         return apply(ops.transpose, (self,), {"axes": axes})
 
@@ -160,7 +160,7 @@ class Tensor:
             return np.ones_like(self._data)
         array = np.asarray(plain(grad))
         if array.dtype.kind not in "fiu":
-            raise TypeError(f"grad must be made of real numbers, got {array.dtype}")
+            raise TypeError(f"grad must consist of real numbers, got {array.dtype}")
         if array.shape != self.shape:
             raise ValueError(f"grad must have the shape of the tensor, {self.shape}, got {array.shape}")
         return array.astype(self.dtype)
@@ -213,7 +213,7 @@ class Tensor:
     def item(self) -> float | int | bool:
         """The single element as a Python number."""
         if self.size != 1:
-            raise ValueError(f"item() wants one element, got shape {self.shape}")
+            raise ValueError(f"item() needs one element, got shape {self.shape}")
         return self._data.item()
 
     if not TYPE_CHECKING:  # type checkers would take array + tensor for an array
@@ -606,7 +606,7 @@ def matmul(a: Any, b: Any) -> Any:
         return ops.matmul(a, b)
     if n == 0 or m == 0:
         raise ValueError(
-            f"@ wants at least one axis on both sides, got shapes {np.shape(plain(a))} and {np.shape(plain(b))}"
+            f"@ needs at least one axis on both sides, got shapes {np.shape(plain(a))} and {np.shape(plain(b))}"
         )
     left = ops.reshape(a, shape=(1, a.shape[0])) if n == 1 else a
     right = ops.reshape(b, shape=(b.shape[0], 1)) if m == 1 else b

@@ -1,4 +1,4 @@
-"""The elementary primitives: arithmetic, functions, reductions, shape, indexing, products. Rules stand below each.
+"""The elementary primitives: arithmetic, functions, reductions, shape, indexing, products. Rules follow each one.
 
 A rule is `rule(g, y, inputs..., keywords...)`: the gradient `g` of the output `y`, times the local derivative. It uses
 only primitives and what arrays and Tensors have in common. So the same rule runs on arrays in a plain backward, and on
