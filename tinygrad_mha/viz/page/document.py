@@ -23,7 +23,7 @@ import numpy as np
 from tinygrad_mha import modes
 from tinygrad_mha.arguments import check_choice
 from tinygrad_mha.files import replacing
-from tinygrad_mha.nn import GPT, MultiHeadAttention
+from tinygrad_mha.nn import GPT, Module
 from tinygrad_mha.viz.page.equations import Json
 from tinygrad_mha.viz.page.measure import MOST_PARAMETER_ROWS, collect, name_tokens, prepare_attention, prepare_layer
 
@@ -67,7 +67,7 @@ class Walkthrough:
 
 
 def walkthrough(
-    mha: MultiHeadAttention | GPT,
+    mha: Module,
     x: Any,
     tokens: Sequence[str] | None = None,
     causal: bool = True,
@@ -100,7 +100,7 @@ def walkthrough(
         TypeError: neither an attention nor a GPT, or tokens that are not strings.
 
     Example:
-        >>> mha = MultiHeadAttention(5, n_head=2, d_k=7, d_v=11, rng=0)
+        >>> mha = tg.nn.MultiHeadAttention(5, n_head=2, d_k=7, d_v=11, rng=0)
         >>> walkthrough(mha, np.eye(4, 5), tokens=["the", "cat", "sat", "down"])
         Walkthrough of 4 tokens and 2 heads: .save("page.html") writes it
     """

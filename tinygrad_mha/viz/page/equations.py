@@ -24,7 +24,7 @@ __all__ = ["Equation", "EquationWriter", "Json", "write_walks"]
 
 Json = dict[str, Any]
 
-MOST_OPERATIONS = 100  # in an equation; beyond, it is written A = f(B, C), which says only what A is computed from
+MOST_OPERATIONS = 24  # in a term; if one has more, A = f(B, C) says only what A is computed from
 MOST_TERMS = 4  # of a sum; of a longer one only the terms of the head that is shown are written
 WORD_JOINER = "\u2060"
 SYMBOLS = 0xE000  # until an equation is complete, a title is one character of the private use area
@@ -37,7 +37,7 @@ class Equation(NamedTuple):
 
 
 class TooLongError(Exception):
-    """An equation has more than MOST_OPERATIONS operations."""
+    """A term has more than MOST_OPERATIONS operations."""
 
 
 class EquationWriter:
@@ -59,10 +59,9 @@ class EquationWriter:
 
         In a sum of more than MOST_TERMS terms, those with a matrix that is not in `shown` are replaced by "…".
         """
-        self._operations = 0
         values = self._split_sum(value)
         try:
-            terms = [self._expand(term) if term is value else self._write(term) or Formula("") for term in values]
+            terms = [self._write_term(term, is_root=term is value) for term in values]
         except TooLongError:
             operands = [self._symbol(self.titles[x]) for x in find_sources(value, self.titles.__contains__)]
             values, terms = [value], [Formula(f"f({', '.join(operands)})")]
@@ -84,6 +83,10 @@ class EquationWriter:
             else:
                 terms.append(term)
         return terms
+
+    def _write_term(self, value: Value, is_root: bool) -> Formula:
+        self._operations = 0
+        return self._expand(value) if is_root else self._write(value) or Formula("")
 
     def _write(self, x: Any) -> Formula | None:
         """An operand: its title if it has one, otherwise how it was computed."""
@@ -197,7 +200,12 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
     for value in run.values:
         if not value.backward and dependent.intersection(value.sources):
             dependent.add(value)
-    ancestors = [set(find_ancestors(head)) for head in heads]
+    ancestors = []
+    for head in heads:
+        own = {head}
+        for value in reversed(run.values):
+            own.update(value.sources if value in own else ())
+        ancestors.append(own)
     walks, mentioned = [], set()
     for own in ancestors:
         others = set().union(*ancestors) - own
@@ -211,30 +219,24 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
             mentioned |= shown.union(*(gradient.titles for gradient in backward))
             walk.append({"out": title, "forward": [equation.text], "backward": [e.text for e in backward]})
         walks.append(walk)
-    described = {t: describe(t, v, gradients.get(t), v in dependent) for t, v in values.items() if t in mentioned}
+    described = {}
+    for title in (title for title in values if title in mentioned):
+        described[title] = describe_matrix(title, values[title], gradients.get(title), values[title] in dependent, n)
     for title, array in writer.constants.items():
-        described[title] = {"values": array, "gradient": None, "kind": "constant"}
-    for title, matrix in described.items():
-        kind, is_square = matrix["kind"], matrix["values"].shape == (n, n)
-        of_step = kind not in ("parameter", "constant")
-        matrix["tokens"] = [of_step, of_step and title.partition("_")[0] in SQUARE]
-        if kind == "constant" and is_square:
-            matrix["tokens"] = [True, True]
+        described[title] = describe_matrix(title, Value(array, title), None, False, n)
     return walks, described
 
 
-def find_ancestors(value: Value) -> list[Value]:
-    seen, stack = {value}, [value]
-    while stack:
-        new = set(stack.pop().sources) - seen
-        seen |= new
-        stack += new
-    return list(seen)
-
-
-def describe(title: str, value: Value, gradient: Value | None, is_step: bool) -> Json:
+def describe_matrix(title: str, value: Value, gradient: Value | None, is_step: bool, n: int) -> Json:
+    """Its numbers, what it is ("" for most steps), and whether its rows and its columns belong to tokens."""
     kind = "parameter" if value.requires_grad else "constant"
     if is_step:
         kind = {"X": "input", "Y": "output"}.get(title, "attention" if value.has_kind("distribution") else "")
+    is_table = kind == "constant" and value.array.shape == (n, n)  # of queries and keys
     zeros = np.zeros_like(value.array) if value.requires_grad else None
-    return {"values": value.array, "gradient": zeros if gradient is None else gradient.array, "kind": kind}
+    return {
+        "values": value.array,
+        "gradient": zeros if gradient is None else gradient.array,
+        "kind": kind,
+        "tokens": [is_step or is_table, is_table or (is_step and title.partition("_")[0] in SQUARE)],
+    }

@@ -64,6 +64,7 @@ def copy_for_run(module: AnyModule) -> AnyModule:
 
 
 def prepare_attention(attention: Module, x: Any, grad: Any) -> Subject:
+    """An attention by itself."""
     return Subject(copy_for_run(attention), check_sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)"), grad, {})
 
 
@@ -116,7 +117,7 @@ def name_tokens(tokens: Sequence[str] | None, subject: Subject) -> list[str]:
 
 
 def collect(subject: Subject, tokens: list[str], causal: bool) -> Json:
-    """Everything that the page shows; arrays as arrays."""
+    """Run the layer and collect everything that the page shows, as plain data and arrays."""
     attention, x, grad, facts = subject
     options = {"causal": causal} if accepts(attention.per_head, "causal") else {}
     y = attention.per_head(Tensor(x, requires_grad=True, name="X"), **options)
@@ -129,6 +130,8 @@ def collect(subject: Subject, tokens: list[str], causal: bool) -> Json:
         raise ValueError(f"grad must have the shape of Y, (T, d_out) = {y.shape}, got {y.grad.shape}")
     check_forward(attention, x, y.grad, options)
     walks, matrices = write_walks(record_backward(y), name_tensors(y, attention), len(x))
+    reached = {title for title, matrix in matrices.items() if matrix["kind"] != "constant"}
+    has_cache = causal and accepts(attention.forward, "cache")
     widths = {"d_model": x, "d_k": matrices["Q_1"]["values"], "d_v": matrices["V_1"]["values"], "d_out": y}
     facts = {"loss": "given", "dtype": str(y.dtype)} | {name: a.shape[1] for name, a in widths.items()} | facts
     return {
@@ -136,16 +139,13 @@ def collect(subject: Subject, tokens: list[str], causal: bool) -> Json:
         "facts": facts | {"n_head": len(walks)},
         "walks": walks,
         "matrices": matrices,
-        "reach": measure_reach(
-            attention, x, options, {name for name, m in matrices.items() if m["kind"] != "constant"}
-        ),
-        "decode": measure_decoding(attention, x, y.numpy(), options)
-        if causal and accepts(attention.forward, "cache")
-        else [],
+        "reach": measure_reach(attention, x, options, reached),
+        "decode": measure_decoding(attention, x, y.numpy(), options) if has_cache else [],
     }
 
 
 def accepts(method: Callable[..., Any], option: str) -> bool:
+    """Whether a method has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(method).parameters
     return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -179,6 +179,7 @@ def check_forward(attention: Any, x: np.ndarray, grad: np.ndarray, options: Json
 
 
 def is_close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two float64 arrays are equal up to rounding."""
     size = np.abs(b).max(initial=0.0, where=np.isfinite(b))
     return bool(np.allclose(a, b, rtol=THRESHOLD, atol=THRESHOLD * size, equal_nan=True))
 
