@@ -10,6 +10,7 @@ import numpy as np
 from tinygrad_mha.notation import write_number, write_shape
 from tinygrad_mha.viz.diagram.fold import Layout, fits_a_table
 from tinygrad_mha.viz.diagram.formulas import wrap_formula, write_formula
+from tinygrad_mha.viz.diagram.heat import largest_magnitude
 from tinygrad_mha.viz.diagram.labels import frame_title, is_plus, value_heading
 from tinygrad_mha.viz.diagram.modules import Frame
 from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Kind, Node, Picture, Table
@@ -136,7 +137,7 @@ def show_gradient(layout: Layout, value: Value) -> Table | str | None:
     if value.gradient is not None:
         if fits_a_table(value.array):
             return Table(as_panels(value.gradient), "gradient", second=value in layout.tables)
-        return f"gradient ±{write_number(largest(value.gradient))}"
+        return f"gradient ±{write_number(largest_magnitude(value.gradient))}"
     if not layout.run.records_gradients:
         return None
     return "gradient: not computed" if value.requires_grad else "gradient: not required"
@@ -247,11 +248,6 @@ def as_panels(array: np.ndarray) -> np.ndarray:
     if array.ndim < 2:
         return np.array(array).reshape(1, 1, -1)
     return np.array(array).reshape(-1, *array.shape[-2:])
-
-
-def largest(array: np.ndarray) -> float:
-    finite = np.abs(array[np.isfinite(array)])
-    return float(finite.max()) if finite.size else 0.0
 
 
 def count_not_finite(value: Value) -> str:

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tinygrad_mha.arguments import check_choice, check_count
 from tinygrad_mha.engine import toposort
 from tinygrad_mha.files import replacing
 from tinygrad_mha.tensors import Tensor
@@ -223,19 +224,16 @@ def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
 
 
 def check_options(depth: Any, ops: Any, values: Any, grads: Any, direction: Any, max_nodes: Any, engine: Any) -> None:
-    choices: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("ops", ops, ("folded", "separate")),
-        ("values", values, (True, False, "auto")),
-        ("grads", grads, (True, False, "auto")),
-        ("direction", direction, ("TB", "LR")),
-        ("engine", engine, ("auto", *engines.ENGINES)),
-    ]
-    for name, given, allowed in choices:
-        if given not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
+    """Raise ValueError for an option out of range."""
+    check_choice(ops, ("folded", "separate"), "ops")
+    check_choice(direction, ("TB", "LR"), "direction")
+    check_choice(engine, ("auto", *engines.ENGINES), "engine")
+    for name, given in (("values", values), ("grads", grads)):
+        if given not in (True, False, "auto"):
+            raise ValueError(f"{name} must be True, False or 'auto', got {given!r}")
     for name, given, least in (("depth", depth, 0), ("max_nodes", max_nodes, 1)):
-        if given is not None and (not isinstance(given, int) or given < least):
-            raise ValueError(f"{name} must be None or a whole number of at least {least}, got {given!r}")
+        if given is not None:
+            check_count(given, name, least)
 
 
 def find_tensors(y: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
