@@ -324,6 +324,7 @@ def test_settings_that_we_lack_are_all_named(tmp_path):
     [
         ({"rope_parameters": "delete", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type = 'llama3'"),
         ({"rope_parameters": "twice"}, "rope_type = 'twice'"),
         ({"hidden_act": ["silu"]}, r"the activation \['silu'\]"),
         ({"num_attention_heads": 0}, "n_head must be"),
@@ -572,3 +573,9 @@ def test_the_command_line_generates_from_each_format_and_stops_at_its_end(tmp_pa
     assert [int(word) for word in capsys.readouterr().out.split()] == whole
     assert main(["generate", str(tmp_path), "--prompt", "bcd", "-n", "5", "--temperature", "0", "--no-eos"]) == 0
     assert capsys.readouterr().out == "".join("abcdefghijklm"[i] for i in whole) + "\n"
+    (tmp_path / "characters.json").unlink()
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram"}}')  # of a kind that we do not have
+    assert main([*words, "--no-eos"]) == 0
+    assert [int(word) for word in capsys.readouterr().out.split()] == whole
+    assert main(["generate", str(tmp_path), "--prompt", "bcd"]) == 2
+    assert "tokenizer.json is not a byte pair encoding as GPT-2 has it" in capsys.readouterr().err

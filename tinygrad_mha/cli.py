@@ -161,7 +161,7 @@ def run_generate(args: argparse.Namespace) -> int:
     """
     if args.ids is not None and args.prompt is not None:
         raise ValueError("give --prompt or --ids, not both")
-    model, tokenizer = open_model(args.folder)
+    model, tokenizer = open_model(args.folder, with_tokenizer=args.ids is None)
     if args.ids is not None:
         prompt, tokenizer = np.array(args.ids), None
     elif tokenizer is None:
@@ -201,14 +201,18 @@ def default_prompt(tokenizer: Tokenizer) -> np.ndarray:
         return np.zeros(1, np.int64)
 
 
-def open_model(folder: Path) -> tuple[GPT, Tokenizer | None]:
-    """Open the model and tokenizer of a run, or of a Hugging Face folder, which may lack a tokenizer."""
+def open_model(folder: Path, with_tokenizer: bool = True) -> tuple[GPT, Tokenizer | None]:
+    """Open the model and tokenizer of a run, or of a Hugging Face folder, which may have none.
+
+    Args:
+        with_tokenizer: False: the tokenizer of a Hugging Face folder is not opened.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
     if not (folder / "config.json").is_file():
         return load_trained(folder)
     try:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder) if with_tokenizer else None
     except FileNotFoundError:
         tokenizer = None
     return GPT.from_pretrained(folder), tokenizer

@@ -108,17 +108,16 @@ class Format:
         theirs[self.keys["activation"].name] = words[config["activation"]]
         return self.complete({"model_type": self.model_type, "architectures": [self.architecture], **theirs})
 
-    def find_unsupported(
-        self, config: Mapping[str, Any], defaults: Mapping[str, Any], state: Mapping[str, np.ndarray]
-    ) -> list[str]:
-        """The settings and parameters that this format cannot hold, each as a phrase."""
+    def find_unsupported(self, content: Folder, defaults: Mapping[str, Any]) -> list[str]:
+        """The settings that this format cannot express or, if there are none, the parameters that it cannot hold."""
+        config = content.settings
         expressed = {*self.keys, "bias"} if self.biased else {*self.keys}
         fixed = {name: value for name, value in {**defaults, **self.settings}.items() if name not in expressed}
         wrong = [f"{name} = {config[name]!r}, not {value!r}" for name, value in fixed.items() if config[name] != value]
         known = dict.fromkeys(self.activations.values())
         if config["activation"] not in known:
             wrong.append(f"activation = {config['activation']!r}, not {' or '.join(map(repr, known))}")
-        return wrong or [f"the parameter {name}" for name in state if split_block(name)[0] not in self.names]
+        return wrong or [f"the parameter {name}" for name in content.arrays if split_block(name)[0] not in self.names]
 
     def read_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Their parameters in our names and layout. Unknown names are kept."""
@@ -150,25 +149,26 @@ class Format:
             raise CheckpointError(f"{path}: missing arrays or shapes that do not fit together: {', '.join(phrases)}")
         return np.concatenate([parts[i] for i in range(len(names))], axis=1)
 
-    def write_arrays(self, config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def write_arrays(self, content: Folder) -> dict[str, np.ndarray]:
         """Our parameters in their names and layout."""
         arrays = {}
-        for ours, array in state.items():
+        for ours, array in content.arrays.items():
             pattern, block = split_block(ours)
             names = self.names[pattern]
-            parts = [array] if len(names) == 1 else np.split(array, find_starts(config), axis=1)
+            parts = [array] if len(names) == 1 else np.split(array, find_starts(content.settings), axis=1)
             for name, part in zip(names, parts, strict=True):
                 full_name = ("" if ours == "lm_head.weight" else self.prefix) + name.replace("*", block)
                 arrays[full_name] = part.T if self.transposed and IS_LINEAR.search(ours) else part
-                if self.biased and HAS_BIAS.search(ours) and ours.removesuffix("weight") + "bias" not in state:
-                    arrays[full_name.removesuffix("weight") + "bias"] = np.zeros(part.shape[-1], part.dtype)
+                if self.biased and HAS_BIAS.search(ours):
+                    zeros = np.zeros(part.shape[-1], part.dtype)
+                    arrays.setdefault(full_name.removesuffix("weight") + "bias", zeros)
         return arrays
 
 
 def split_block(name: str) -> tuple[str, str]:
     """Split off the number of the block: "h.3.ln_1.weight" -> ("h.*.ln_1.weight", "3")."""
     match = re.search(r"(?<=\.)\d+(?=\.)", name)
-    return (name, "") if match is None else (f"{name[: match.start()]}*{name[match.end() :]}", match[0])
+    return (name, "") if match is None else (name[: match.start()] + "*" + name[match.end() :], match[0])
 
 
 def find_starts(config: Mapping[str, Any]) -> list[int]:
@@ -183,7 +183,7 @@ def find_starts(config: Mapping[str, Any]) -> list[int]:
 
 def flatten_llama(values: dict[str, Any]) -> dict[str, Any]:
     """Move the settings of rotary positions to the top, and drop a head_dim that says nothing new."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     rope = rope if isinstance(rope, Mapping) else {"rope_type": rope}
     width, n_head, head_dim = (values[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if is_integer(n_head) and is_integer(head_dim) and n_head * head_dim == width:
@@ -265,8 +265,13 @@ LLAMA = Format(
     },
     activations={"silu": "swiglu", "swish": "swiglu"},
     settings={"norm": "rms", "position": "rotary", "bias": False},
-    required={"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-    | {"rope_type": "default", "head_dim": None},
+    required={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "rope_type": "default",
+        "head_dim": None,  # unless it is hidden_size / num_attention_heads
+    },
     prefix="model.",
     names={
         "wte.weight": ("embed_tokens.weight",),
@@ -329,16 +334,16 @@ def write_folder(folder: str | os.PathLike[str], content: Folder, defaults: Mapp
     Raises:
         ValueError: no format can hold the model; the reasons are given for each.
     """
-    state = content.arrays
-    config = simplify({**content.settings, "tie_weights": "lm_head.weight" not in state})
-    reasons = {kind: form.find_unsupported(config, defaults, state) for kind, form in FORMATS.items()}
+    is_tied = "lm_head.weight" not in content.arrays  # whatever the settings say
+    content = content._replace(settings=simplify({**content.settings, "tie_weights": is_tied}))
+    reasons = {kind: form.find_unsupported(content, defaults) for kind, form in FORMATS.items()}
     form = next((FORMATS[kind] for kind, wrong in reasons.items() if not wrong), None)
     if form is None:
         lines = [f"{kind}: {'; '.join(wrong)}" for kind, wrong in reasons.items()]
         raise ValueError("\n  ".join(["no Hugging Face folder can hold this GPT. Use save(path)", *lines]))
     find_end_ids(content.special_ids, content.generation_config)
-    theirs = {**form.write_config(config), "bos_token_id": None, "eos_token_id": None, **content.special_ids}
-    theirs["dtype"] = str(state["wte.weight"].dtype)
+    ids = {"bos_token_id": None, "eos_token_id": None, **content.special_ids}
+    theirs = {**form.write_config(content.settings), **ids, "dtype": str(content.arrays["wte.weight"].dtype)}
     texts = [to_json(theirs), to_json(content.generation_config)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -346,7 +351,7 @@ def write_folder(folder: str | os.PathLike[str], content: Folder, defaults: Mapp
     with replacing(folder / "config.json") as config_file, replacing(generation_path) as generation_file:
         config_file.write_text(texts[0], encoding="utf-8")
         generation_file.write_text(texts[1], encoding="utf-8")
-        save_arrays(folder / "model.safetensors", form.write_arrays(config, state), {"format": "pt"})
+        save_arrays(folder / "model.safetensors", form.write_arrays(content), {"format": "pt"})
     if not content.generation_config:
         generation_path.unlink()
 
