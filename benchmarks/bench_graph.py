@@ -1,13 +1,13 @@
-"""What a picture costs: the DOT text of a run, the refusal of one that is too large, and the drawing by each engine.
+"""Time to write the DOT text of a run, to refuse a run that is too large, and to draw with each engine.
 
     python benchmarks/bench_graph.py [--rounds 20] [--json results.json]
 
-Medians in milliseconds, on one thread. torchviz draws the same model in torch, in turn with us, where both are
-installed (`pip install torchviz`, and the extra `bench`); engines that are not installed are left out.
+Medians in milliseconds, on one thread. If torch and torchviz are installed (`pip install torchviz`, and the extra
+`bench`), torchviz draws the same model in turn. Engines that are not installed are left out.
 
 1. gpt: the DOT text of a 2-layer GPT (4 heads, width 64, 64 tokens), by operations, folded and not, and with its blocks
    closed. Goal: under 200 ms by operations.
-2. chain: a run of 100 000 operations, refused with advice. Goal: under 1000 ms.
+2. chain: a run of 100 000 operations, which is refused. Goal: under 1000 ms.
 3. attention: the two-head attention of the paper with values and gradients: DOT text, then SVG and PNG by each engine.
 """
 
@@ -49,7 +49,7 @@ torch, torchviz = optional("torch"), optional("torchviz")
 
 
 def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The median time of each step in milliseconds, all of them in turn, round by round."""
+    """The median time of each step in milliseconds; every round runs all steps in turn."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -167,8 +167,8 @@ def attention_steps() -> dict[str, Step]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="how often each step is measured")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--rounds", type=int, default=20, help="how many times each step is measured")
+    parser.add_argument("--json", type=Path, help="write the results to this file too")
     arguments = parser.parse_args()
 
     figures = medians(gpt_steps(), arguments.rounds)

@@ -42,6 +42,7 @@ def compose_picture(layout: Layout, titles: dict[Value, str]) -> Picture:
 
 
 def value_node(layout: Layout, titles: dict[Value, str], value: Value, id: str) -> Node:
+    """The box of a value."""
     kind = layout.modules.kinds[value]
     cluster = layout.cluster_around(layout.modules.frame_of[value])
     tooltip = write_tooltip(value, titles[value])
@@ -188,6 +189,7 @@ def joins_repetitions(layout: Layout, source: Value, value: Value) -> bool:
 
 
 def edge_kind(layout: Layout, source: Value, value: Value, start: Value | Frame, residual: bool) -> tuple[Any, str]:
+    """The kind of an arrow and its label."""
     if residual:
         return "residual", "residual"
     if value.backward:

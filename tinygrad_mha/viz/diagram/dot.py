@@ -94,6 +94,7 @@ def write_boxes(picture: Picture) -> list[str]:
 
 
 def write_header(picture: Picture, direction: str) -> list[str]:
+    """The attributes of the graph, of all nodes and of all edges."""
     label = write_legend(picture)
     return [
         f'graph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
@@ -108,6 +109,7 @@ def write_header(picture: Picture, direction: str) -> list[str]:
 
 
 def write_node(node: Node) -> str:
+    """The DOT statement of a box."""
     if node.kind == "plus":
         frame = CHANGES[node.change][1]
         label = table([row(font("+", 14, INK), 'WIDTH="20" ALIGN="CENTER"')], frame, "#ffffff", padding=0)
@@ -143,6 +145,7 @@ def write_table(node: Node) -> str:
 
 
 def is_tall(node: Node) -> bool:
+    """Whether value and gradient are so tall that they stand side by side."""
     return all(isinstance(t, Table) and t.data.shape[-2] > 12 for t in (node.value, node.gradient))
 
 
@@ -188,6 +191,7 @@ def colour_range(t: Table) -> str:
 
 
 def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:
+    """A table with a border and a background."""
     look = f'BORDER="1" STYLE="ROUNDED" COLOR="{frame}" BGCOLOR="{fill}" CELLBORDER="0"'
     return f'<TABLE {look} CELLSPACING="0" CELLPADDING="{padding}">{"".join(rows)}</TABLE>'
 
