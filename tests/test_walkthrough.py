@@ -114,7 +114,7 @@ def test_what_float32_cannot_hold_stays_float64(rng, monkeypatch):
     assert numbers(tg.walkthrough(attention(rng), x))["X"][1, 2] == 1e200
 
 
-def test_infinity_and_nan_are_shown_and_nobody_is_warned(rng):
+def test_infinity_and_nan_are_shown_without_a_warning(rng):
     x = rng.standard_normal((5, 5))
     x[3, 1], x[4, 0] = np.nan, np.inf
     page = tg.walkthrough(attention(rng), x)
@@ -238,6 +238,23 @@ def test_equations_read_as_in_the_paper(rng):
         "Concat": ["Concat = H_1 | H_2", "∂Concat = ∂Y @ W_Oᵀ"],
         "Y": ["Y = Concat @ W_O + b_O", "∂Y", "∂W_O = Concatᵀ @ ∂Y", "∂b_O = column sum( ∂Y )"],
     }
+
+
+GPTS = {
+    "GPT-2": {},
+    "no bias": {"bias": False},
+    "rotary, grouped": {"position": "rotary", "n_kv_head": 1},
+    "alibi": {"position": "alibi"},
+    "Llama": {"norm": "rms", "activation": "swiglu", "position": "rotary", "bias": False, "n_kv_head": 2},
+}
+
+
+@pytest.mark.parametrize("options", GPTS.values(), ids=GPTS)
+def test_every_equation_of_a_gpt_layer_holds(rng, options):
+    config = tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=2, n_head=2, n_embd=12, **options)
+    page = tg.walkthrough(tg.nn.GPT(config).astype(np.float64), rng.integers(0, 13, 7), layer=1)
+    assert_every_equation_holds(page)
+    assert "other" not in {form for pair in forms_of(page).values() for form in pair}
 
 
 def test_a_walk_has_ten_steps_under_a_mask_and_nine_without(rng):
@@ -428,7 +445,7 @@ def test_causal_rows_depend_on_earlier_rows_and_without_a_mask_on_all(rng):
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_the_reach_of_rows_is_that_of_one_derivative_at_a_time(rng, options):
+def test_the_reach_of_rows_equals_that_of_one_derivative_at_a_time(rng, options):
     mha, x = attention(rng, **options), rng.standard_normal((5, 5))
     found = reached(tg.walkthrough(mha, x))
     mha.astype(np.float64)
@@ -452,13 +469,13 @@ def test_the_reach_of_rows_is_that_of_one_derivative_at_a_time(rng, options):
                     assert np.array_equal(rows[i], expected), (name, i, source)
 
 
-def test_one_visible_key_leaves_nothing_to_choose_so_its_query_reaches_nothing(rng):
+def test_a_query_with_one_visible_key_has_no_influence_on_its_weights(rng):
     found = reached(tg.walkthrough(attention(rng), rng.standard_normal((5, 5))))
     assert not found["S_1"]["Q_1"][0].any()
     assert found["S_1"]["Q_1"][1:].any(axis=1).all()
 
 
-def test_a_bias_of_keys_moves_scores_but_no_weight(rng):
+def test_a_bias_of_keys_changes_scores_but_not_weights(rng):
     found = reached(tg.walkthrough(attention(rng, bias=True), rng.standard_normal((5, 5))))
     assert found["scores_1"]["b_K1"].all()
     assert "b_K1" not in found["S_1"]
@@ -492,10 +509,10 @@ def test_without_a_mask_there_is_no_decoding(rng):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What it is asked of
+# Arguments
 
 
-def test_nothing_of_the_module_is_changed(rng):
+def test_the_module_is_not_changed(rng):
     mha = attention(rng, dropout=0.5)
     mha.wk.requires_grad = False
     before = mha.state_dict(), mha.heads.dropout.rng.bit_generator.state
@@ -545,7 +562,7 @@ def test_the_layer_of_a_gpt_has_the_models_own_input_and_gradients(rng, norm_fir
     assert data["facts"]["loss_value"] == pytest.approx(loss.item(), rel=1e-12)
 
 
-def test_a_batch_of_one_and_a_list_are_taken(rng):
+def test_a_batch_of_one_and_a_list_are_accepted(rng):
     mha, x = attention(rng), rng.standard_normal((5, 5)).astype(np.float32)
     assert tg.walkthrough(mha, x[None]).html == tg.walkthrough(mha, x).html
     assert tg.walkthrough(mha, x.tolist()).html == tg.walkthrough(mha, tg.Tensor(x, requires_grad=True)).html
@@ -576,12 +593,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG.values(), ids=WRONG)
-def test_bad_input_is_named(rng, call, error, words):
+def test_errors_say_what_was_expected_and_what_came(rng, call, error, words):
     with pytest.raises(error, match=words):
         call(attention(rng), rng.standard_normal((5, 5)))
 
 
-def test_bad_input_of_a_gpt_is_named():
+def test_errors_of_a_gpt_say_what_was_expected_and_what_came():
     model = tg.nn.GPT(tg.nn.GPTConfig(vocab_size=13, block_size=7, n_layer=2, n_head=2, n_embd=6))
     with pytest.raises(ValueError, match="layers 0 to 1, got layer=2"):
         tg.walkthrough(model, [1, 2], layer=2)
@@ -597,15 +614,15 @@ def test_bad_input_of_a_gpt_is_named():
 HOSTILE = ["</script><b>x", "<!--<script>", "\u2028\u2029&amp;", '"]}', "\ud800 \x00"]
 
 
-def test_token_text_cannot_leave_its_place(rng):
+def test_token_text_cannot_become_markup(rng):
     page = tg.walkthrough(attention(rng), np.eye(5), tokens=HOSTILE)
     assert block(page, "data")["tokens"] == HOSTILE
-    calm = tg.walkthrough(attention(rng), np.eye(5), tokens=WORDS)
-    assert page.html.count("<") == calm.html.count("<")
+    harmless = tg.walkthrough(attention(rng), np.eye(5), tokens=WORDS)
+    assert page.html.count("<") == harmless.html.count("<")
     assert not set("\u2028\u2029\x00") & set(page.html)
 
 
-def test_the_page_asks_for_nothing_and_allows_nothing_but_itself(rng):
+def test_the_page_loads_nothing_and_its_policy_allows_only_its_own_script_and_style(rng):
     page = tg.walkthrough(attention(rng), np.eye(5)).html
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert policy.startswith("default-src 'none';")
@@ -628,7 +645,7 @@ def test_saving_writes_the_whole_page_and_a_failure_leaves_nothing(rng, tmp_path
     assert repr(page) == 'Walkthrough of 5 tokens and 2 heads: .save("page.html") writes it'
 
 
-def test_a_notebook_gets_a_frame_of_its_own(rng):
+def test_a_notebook_shows_the_page_in_a_frame(rng):
     page = tg.walkthrough(attention(rng), np.eye(5), tokens=HOSTILE)
     frame = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^>]*></iframe>', page._repr_html_())
     assert html.unescape(frame[1]) == page.html

@@ -1,4 +1,4 @@
-"""The walkthrough page in a real Chromium: what a reader sees when pointing, stepping, decoding, in the dark."""
+"""The walkthrough page in Chromium: what it shows when a reader points, steps, decodes, or uses dark mode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def browser(tmp_path_factory):
 
 
 class Page:
-    """A page that is open, seen as a reader sees it."""
+    """An open page, with what a reader can see and do."""
 
     def __init__(self, browser, walkthrough, path):
         self.browser = browser
@@ -80,7 +80,7 @@ class Page:
         ActionChains(self.browser).move_to_element(vector).perform()
 
     def rows(self, relation, name, where="#map"):
-        """The rows of a matrix that are marked so, counting from 0."""
+        """The rows of a matrix that are marked with a relation, counted from 0."""
         script = "return [...document.querySelector(arguments[0]).querySelectorAll('.vector')].map(v => v.className)"
         classes = self.run(script, f"{where} figure[data-name='{name}']")
         return [i for i, c in enumerate(classes) if relation in c.split()]
@@ -89,7 +89,7 @@ class Page:
         return self.find(".vector:is(.here, .source, .target, .off)")
 
     def titles(self, name, of="values"):
-        """The numbers of a matrix as its cells say them, with all digits."""
+        """The numbers of a matrix: as its cells show them, and with all digits."""
         figure = self.find(f"#equations figure[data-name='{name}'][data-of='{of}']:not(.turned)")[0]
         rows = "return [...arguments[0].querySelectorAll('.vector')]"
         cells = ".map(v => [...v.querySelectorAll('.cell')].map(c => c[arguments[1]]))"
@@ -99,11 +99,11 @@ class Page:
     def text(self, selector):
         return " ".join(self.one(selector).text.split())
 
-    def complaints(self):
+    def errors(self):
         return [entry for entry in self.browser.get_log("browser") if entry["level"] != "INFO"]
 
     def requests(self):
-        """What this page has asked for, itself included."""
+        """What this page has requested, itself included."""
         events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
         sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [request["request"]["url"] for request in sent if request["documentURL"] == self.url]
@@ -130,14 +130,14 @@ def opened(browser, tmp_path):
 
 @pytest.fixture
 def page(opened, mha, x):
-    """The page of five words and two heads. Whatever is done to it, it must not complain or ask for anything."""
+    """The page of five words and two heads. After every test it has logged no error and requested nothing."""
     page = opened(tg.walkthrough(mha, x, tokens=WORDS))
     yield page
-    assert page.complaints() == []
+    assert page.errors() == []
     assert page.requests() == [page.url]
 
 
-def test_there_are_ten_steps_and_each_says_what_and_why(page):
+def test_there_are_ten_steps_with_a_title_and_an_explanation_each(page):
     buttons = page.find("#map button.step")
     assert [b.text.replace("\n", "") for b in buttons][:4] == ["1X", "2Q1", "3K1", "4V1"]
     assert len(buttons) == 10
@@ -193,6 +193,18 @@ def test_a_roomy_cell_has_four_significant_digits(page, mha, x):
     np.testing.assert_allclose(shown, weights, rtol=5.1e-4, atol=0)
 
 
+def test_small_and_large_numbers_keep_two_significant_digits(opened, mha, x, page):
+    for size in (1e-4, 1.0, 1e4):
+        page = opened(tg.walkthrough(mha, size * x, tokens=WORDS))
+        page.go(5)
+        shown, exact = page.titles("scores_1")
+        np.testing.assert_allclose(shown, exact, rtol=0.051)
+        overflow = (
+            "return [...document.querySelectorAll('.cell')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
+        )
+        assert page.run(overflow) == 0
+
+
 def test_attention_weights_add_up_to_one(page):
     page.go(7)
     _, weights = page.titles("S_1")
@@ -200,7 +212,7 @@ def test_attention_weights_add_up_to_one(page):
     assert not np.triu(weights, 1).any()
 
 
-def test_pointing_at_a_row_of_y_lights_the_rows_of_x_that_it_may_see(page):
+def test_pointing_at_a_row_of_y_marks_the_rows_of_x_that_it_depends_on(page):
     page.go(10)
     for i, vector in enumerate(page.vectors("Y")):
         page.point(vector)
@@ -211,7 +223,7 @@ def test_pointing_at_a_row_of_y_lights_the_rows_of_x_that_it_may_see(page):
     assert "depends on X: all rows" in page.text("#status")
 
 
-def test_without_a_mask_every_row_of_y_came_from_all_of_x(opened, mha, x):
+def test_without_a_mask_every_row_of_y_depends_on_all_of_x(opened, mha, x):
     page = opened(tg.walkthrough(mha, x, tokens=WORDS, causal=False))
     assert len(page.find("#map button.step")) == 9
     assert not page.one("#decoding").is_displayed()
@@ -221,7 +233,7 @@ def test_without_a_mask_every_row_of_y_came_from_all_of_x(opened, mha, x):
         assert page.rows("source", "X") == [0, 1, 2, 3, 4]
 
 
-def test_pointing_at_a_value_shows_where_it_came_from_and_what_it_reaches_everywhere_at_once(page):
+def test_pointing_at_a_value_marks_related_rows_in_all_matrices(page):
     page.go(8)
     page.point(page.vectors("V_1")[2])
     assert page.rows("source", "X") == [2]
@@ -233,15 +245,15 @@ def test_pointing_at_a_value_shows_where_it_came_from_and_what_it_reaches_everyw
     assert page.marked() == []
 
 
-def test_pointing_at_a_row_of_a_weight_shows_what_it_reaches(page):
+def test_pointing_at_a_row_of_a_parameter_marks_what_depends_on_it(page):
     page.go(2)
     page.point(page.vectors("W_Q1")[3])
     assert page.rows("target", "Q_1") == [0, 1, 2, 3, 4]
-    assert page.rows("target", "S_1") == [1, 2, 3, 4]  # of one visible key there is nothing to choose
+    assert page.rows("target", "S_1") == [1, 2, 3, 4]  # the weight of a single visible key is 1
     assert page.text("#status").startswith("row 4 WQ1")
 
 
-def test_pointing_at_a_result_shows_the_sum_behind_it(page, mha, x):
+def test_pointing_at_a_result_of_a_product_shows_its_sum(page, mha, x):
     page.go(2)
     cell = page.vectors("Q_1")[1].find_elements(By.CSS_SELECTOR, ".cell")[4]
     page.point(cell)
@@ -285,7 +297,7 @@ def test_each_decode_step_computes_one_row_and_reads_those_before_from_the_cache
     assert not page.one("#note").is_displayed()
 
 
-def test_a_cached_row_can_be_told_from_a_computed_one_without_colour(page):
+def test_cached_rows_differ_from_computed_ones_without_colour(page):
     page.decode(3)
     page.go(3)
     style = "const s = getComputedStyle(arguments[0].querySelector('.cell')); return s[arguments[1]]"
@@ -296,7 +308,7 @@ def test_a_cached_row_can_be_told_from_a_computed_one_without_colour(page):
     assert hidden == ["visible"] * 3 + ["hidden"] * 2
 
 
-def test_decoding_has_no_keys_of_tokens_to_come(page):
+def test_decoding_shows_no_keys_of_later_tokens(page):
     page.decode(3)
     page.go(5)
     row = page.vectors("scores_1")[2].find_elements(By.CSS_SELECTOR, ".cell")
@@ -320,13 +332,13 @@ def test_another_head_can_be_chosen_in_both_places(page):
     assert page.one("#heads label:nth-of-type(1) input").is_selected()
 
 
-def test_the_keyboard_does_what_the_mouse_does(page):
+def test_the_keyboard_can_do_what_the_mouse_can(page):
     keys = lambda *sent: ActionChains(page.browser).send_keys(*sent).perform()  # noqa: E731
     page.one("body").click()
     keys(*[Keys.ARROW_RIGHT] * 4, Keys.ARROW_LEFT)
     assert page.text("#step").startswith("Step 4")
     page.one("#next").send_keys(Keys.TAB)
-    assert page.rows("here", "X") == [0]  # the first row of the first matrix: focus is pointing
+    assert page.rows("here", "X") == [0]  # the first row of the first matrix: focus counts as pointing
     keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
     assert page.rows("here", "X") == [2]
     assert page.rows("target", "Y") == [2, 3, 4]
@@ -342,7 +354,7 @@ def test_the_keyboard_does_what_the_mouse_does(page):
     assert page.marked() == []
 
 
-def test_rows_have_names_and_roles_for_who_cannot_see_them(page):
+def test_rows_have_names_and_roles_for_screen_readers(page):
     page.go(5)
     tables = page.find("#equations [role=table]")
     labels = [table.get_attribute("aria-label") for table in tables]
@@ -361,10 +373,10 @@ def test_hostile_token_text_is_shown_as_text(opened, mha, x):
     assert page.find("main b b, img") == []
     page.point(page.vectors("X")[1])
     assert "<img src=x onerror=alert(1)>" in page.text("#status")
-    assert page.complaints() == []
+    assert page.errors() == []
 
 
-def test_the_page_speaks_chinese_at_once_or_when_asked(opened, mha, x):
+def test_the_page_opens_in_chinese_and_can_switch_the_language(opened, mha, x):
     page = opened(tg.walkthrough(mha, x, tokens=list("我们去北京"), lang="zh"))
     assert page.text("#title") == "多头注意力，一步一步看"
     assert page.one("html").get_attribute("lang") == "zh-CN"
@@ -374,7 +386,7 @@ def test_the_page_speaks_chinese_at_once_or_when_asked(opened, mha, x):
     page.one("#language").click()
     assert page.text("#title") == "Multi-head attention, step by step"
     assert page.text("#step").startswith("Step 8")
-    assert page.complaints() == []
+    assert page.errors() == []
 
 
 CONTRAST = """
@@ -396,7 +408,7 @@ return [...document.querySelectorAll('body *')].filter(e => e.offsetParent && !e
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read_in_light_and_dark(page, scheme):
+def test_all_text_has_contrast_in_light_and_dark(page, scheme):
     page.browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
@@ -414,7 +426,7 @@ def test_all_text_can_be_read_in_light_and_dark(page, scheme):
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_a_layer_with_wide_rows_is_shown_in_colours_and_every_number_can_be_pointed_at(opened, rng):
+def test_wide_rows_are_shown_in_colours_and_every_number_can_be_pointed_at(opened, rng):
     mha = tg.nn.MultiHeadAttention(40, n_head=4, bias=True, rng=0)
     x = rng.standard_normal((12, 40)).astype(np.float32)
     page = opened(tg.walkthrough(mha, x))
@@ -427,7 +439,7 @@ def test_a_layer_with_wide_rows_is_shown_in_colours_and_every_number_can_be_poin
     row, column, value = re.search(r"\[(\d+), (\d+)\] = (\S+)", page.text("#status")).groups()
     assert row == "7"
     assert number(value) == pytest.approx(x[6, int(column) - 1].item(), rel=1e-6)
-    assert page.complaints() == []
+    assert page.errors() == []
 
 
 WALK = """return [...document.querySelectorAll('#map button.step')].map(button => {
@@ -455,7 +467,7 @@ class Scaled(tg.nn.MultiHeadAttention):
         return super().per_head(x, **options) * 0.3
 
 
-def test_every_kind_of_attention_can_be_walked_through_without_a_complaint(opened, rng):
+def test_every_kind_of_attention_is_shown_without_an_error(opened, rng):
     rotary = tg.nn.MultiHeadAttention(8, n_head=4, n_kv_head=2, bias=True, position="rotary", d_k=6, rng=0)
     alibi = tg.nn.MultiHeadAttention(8, n_head=1, position="alibi", rng=0)
     relative = tg.nn.MultiHeadAttention(8, n_head=2, position="relative", rng=0)
@@ -477,7 +489,7 @@ def test_every_kind_of_attention_can_be_walked_through_without_a_complaint(opene
                 assert len(said) > 40
                 assert not set("{[") & set(said)
                 assert "undefined" not in everything
-        assert page.complaints() == []
+        assert page.errors() == []
 
 
 def test_a_notebook_can_show_it_twice(browser, tmp_path, mha, x):

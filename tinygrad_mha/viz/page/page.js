@@ -72,17 +72,16 @@ function depends(made, i, from, j) {
 const proper = text => text.replace(/-/g, '−');
 const unfinished = v => (Number.isNaN(v) ? 'nan' : v > 0 ? '∞' : '−∞');
 
-function digits4(v) {
+function fourDigits(v) {
   if (!Number.isFinite(v)) return unfinished(v);
   const size = Math.abs(v);
   return proper(v === 0 ? '0' : size < 1e-3 || size >= 1e5 ? v.toExponential(3) : v.toPrecision(4));
 }
 
-function decimals2(v) {
+function shortNumber(v) {
   if (!Number.isFinite(v)) return unfinished(v);
-  if (v === 0) return '0'; // exactly
   const size = Math.abs(v);
-  return proper(size >= 1000 ? v.toExponential(0) : v.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)).replace(/^−(0\.00)$/, '$1');
+  return v === 0 ? '0' : proper(size < 0.01 || size >= 1000 ? v.toExponential(1) : v.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 0.1 ? 2 : 3));
 }
 
 /** The shortest text that gives exactly this number. */
@@ -171,8 +170,9 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
     const rgb = colour(v, most, which);
     cell.style.backgroundColor = css(rgb);
     cell.style.color = ink(rgb);
-    cell.style.fontSize = (size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12) + 'px';
-    cell.textContent = size.digits === 4 ? digits4(v) : decimals2(v);
+    cell.textContent = size.digits === 4 ? fourDigits(v) : shortNumber(v);
+    const largest = size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12; // smaller if the text would not fit
+    cell.style.fontSize = Math.min(largest, (size.w - 2) / (0.6 * cell.textContent.length)) + 'px';
     cell.title = exact(v, array);
     return cell;
   }
@@ -194,7 +194,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
   /** What stands over a matrix: its name and shape, and over columns that belong to tokens, those. */
   function drawTop() {
     const caption = make('figcaption', m.kind, {}, title(name, gradient, turned), make('b', '', {}, shape.join('×')));
-    if (!size.digits && which !== 'attention') caption.append(make('b', '', {}, '±' + digits4(most)));
+    if (!size.digits && which !== 'attention') caption.append(make('b', '', {}, '±' + fourDigits(most)));
     if (m.kind && !gradient) caption.append(make('i', '', {}, say(m.kind)));
     if (m.rows < m.shape[0] || m.columns < m.shape[1]) {
       const [rows, columns] = turned ? [m.columns, m.rows] : [m.rows, m.columns];
@@ -301,7 +301,7 @@ function sumOf({a, b, root}, i, j) {
   const [ma, mb] = [matrices[a.name], matrices[b.name]], whole = m => m.columns === m.shape[1] && m.rows === m.shape[0];
   if (!whole(ma) || !whole(mb)) return '';
   const entry = (m, t, i, j) => (t.gradient ? m.gradient : m.values)[t.turned ? j * m.columns + i : i * m.columns + j];
-  const length = a.turned ? ma.rows : ma.columns, bracketed = v => (v < 0 ? `(${digits4(v)})` : digits4(v));
+  const length = a.turned ? ma.rows : ma.columns, bracketed = v => (v < 0 ? `(${fourDigits(v)})` : fourDigits(v));
   const term = k => `${bracketed(entry(ma, a, i, k))}·${bracketed(entry(mb, b, k, j))}`;
   const shown = Array.from({length: Math.min(length, 4)}, (_, k) => term(k)).join(' + ') + (length > 4 ? ' + …' : '');
   return '= ' + (root ? `(${shown}) / ${root}` : shown);
@@ -372,7 +372,7 @@ function explanation(step) {
   for (const name of used) names[name.split('_')[0]] ??= name;
   const kind = form(state.gradients ? 'backward' : 'forward', equation);
   if (state.gradients) {
-    const loss = Number.isFinite(facts.loss_value) ? digits4(facts.loss_value) : '';
+    const loss = Number.isFinite(facts.loss_value) ? fourDigits(facts.loss_value) : '';
     return [...sentence('back_' + kind, names), ...(step.out === 'Y' ? sentence('loss_' + facts.loss, names, {loss}) : [])];
   }
   const key = kind === 'X' && facts.layer !== undefined ? 'X_layer' : kind === 'Concat' && facts.n_head === 1 ? 'Concat_one' : kind;
@@ -388,7 +388,7 @@ function decodeNote() {
   const token = quoted(tokens[t - 1]), percent = Math.round(100 - (100 * step.products) / step.products_without);
   const saved = {products: number(step.products), without: number(step.products_without), percent,
     sum: number(sum('products')), sum_without: number(sum('products_without'))};
-  const difference = step.difference === null ? 'nan' : digits4(step.difference);
+  const difference = step.difference === null ? 'nan' : fourDigits(step.difference);
   return [
     make('div', '', {}, t === 1 ? say('decoding_first', {token}) : say('decoding', {t, token, cached: step.cached.length})),
     make('div', '', {}, say('saved', saved), ' ', ...sentence(step.agrees ? 'agrees' : 'differs', {}, {difference})),
