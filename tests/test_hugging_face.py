@@ -411,7 +411,14 @@ def test_a_model_without_special_ids_writes_none_and_leaves_no_old_generation_co
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
-def test_parameters_that_no_format_has_are_named_and_nothing_is_written(tmp_path):
+class Doubled(nn.CausalSelfAttention):
+    """An attention of a user's own."""
+
+    def forward(self, x, **options):
+        return 2 * super().forward(x, **options)
+
+
+def test_parameters_and_attentions_that_no_format_has_are_named_and_nothing_is_written(tmp_path):
     model = make_model()
     model.h[1].attn.temperature = tg.Tensor([2.0], requires_grad=True)
     with pytest.raises(ValueError, match=r"gpt2: the parameter h\.1\.attn\.temperature"):
@@ -419,6 +426,10 @@ def test_parameters_that_no_format_has_are_named_and_nothing_is_written(tmp_path
     model = make_model(**LLAMA)
     model.h[0].attn.c_proj.bias = tg.Tensor(np.zeros(36), requires_grad=True)
     with pytest.raises(ValueError, match=r"llama: the parameter h\.0\.attn\.c_proj\.bias"):
+        save(model, tmp_path / "model")
+    model = make_model()
+    model.h[1].attn.__class__ = Doubled  # with the same parameters
+    with pytest.raises(ValueError, match="no Hugging Face folder can hold the attention Doubled"):
         save(model, tmp_path / "model")
     model = make_model()
     model.special_ids["eos_token_id"] = 2.5

@@ -182,7 +182,7 @@ def run_generate(args: argparse.Namespace) -> int:
     for piece in pieces:
         print(piece if isinstance(piece, str) else f" {piece}", end="", flush=True)
         count += 1
-    print()
+    print(flush=True)
     if args.stats:
         seconds = time.perf_counter() - start
         counted = CountedModel(model)

@@ -396,14 +396,17 @@ class GPT(Module):
             tokenizer: saved into the folder too.
 
         Raises:
-            ValueError: settings or parameters that no format has (ALiBi, say; use `save`), or a tokenizer with more
-                tokens than the model.
+            ValueError: settings, parameters or an attention that no format has (ALiBi, say; use `save`), or a tokenizer
+                with more tokens than the model.
         """
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
         content = hf.Folder(self.config.to_dict(), arrays, self.special_ids, self.generation_config)
         if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.config.vocab_size}")
+        other = next((block.attn for block in self.h if type(block.attn) is not CausalSelfAttention), None)
+        if other is not None:
+            raise ValueError(f"no Hugging Face folder can hold the attention {type(other).__name__}. Use save(path)")
         hf.write_folder(folder, content, defaults)
         if tokenizer is not None:
             tokenizer.save(folder)
