@@ -403,6 +403,35 @@ class Long(Position):
         return x
 
 
+class Fused(tg.nn.MultiHeadAttention):
+    """Its per_head computes each head in one operation, without a name for scores and weights."""
+
+    def per_head(self, x, causal=False):
+        heads, allow = [], tg.nn.causal(x.shape[-2]) if causal else None
+        for i in range(self.n_head):
+            columns = slice(7 * i, 7 * i + 7)
+            q, k, v = (
+                (x @ w[:, columns].named(f"W_{name}{i + 1}")).named(f"{name}_{i + 1}")
+                for name, w in zip("QKV", (self.wq, self.wk, self.wv), strict=True)
+            )
+            heads.append(tg.ops.attention(q, k, v, allow).named(f"H_{i + 1}"))
+        return (tg.ops.concat(heads, axis=-1).named("Concat") @ self.wo).named("Y")
+
+
+def test_a_fused_operation_is_written_with_its_mask(rng):
+    mha = Fused(5, n_head=2, d_k=7, rng=0).astype(np.float64)
+    page = tg.walkthrough(mha, rng.standard_normal((5, 5)))
+    shown = equations_of(page)
+    assert list(shown) == ["X", "Q_1", "K_1", "V_1", "H_1", "Concat", "Y"]
+    assert shown["H_1"][0] == "H_1 = attention( Q_1 , K_1 , V_1 , condition 5×5)"
+    assert shown["V_1"][1] == "∂V_1 = softmax(mask( Q_1 @ K_1ᵀ / √7))ᵀ @ ∂H_1"
+    values, gradients = numbers(page), numbers(page, "gradient")
+    assert "where\u00a0allowed" in shown["Q_1"][1]
+    for equation in [*shown["V_1"], shown["Q_1"][0], shown["Q_1"][2]]:
+        left, right = evaluate(equation, values, gradients, causal=True)
+        np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12, err_msg=equation)
+
+
 def test_a_step_of_many_operations_says_only_what_it_is_computed_from(rng):
     page = tg.walkthrough(attention(rng, position=Long()), rng.standard_normal((5, 5)))
     shown = equations_of(page)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.notation import PRODUCT, SUM, Formula, write_constant
+from tinygrad_mha.notation import PRODUCT, SUM, Formula, write_call, write_constant
 from tinygrad_mha.viz.diagram.formulas import make_call
 from tinygrad_mha.viz.diagram.record import Run, Value
 
@@ -113,10 +113,12 @@ class EquationWriter:
             call = call._replace(label=f"{call.label}′")  # the same function with other arrays, which are not written
         if value.has_kind("mask"):
             return Formula(f"mask({call.x.text})")
-        if value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind == "mask":
+        if value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind in ("mask", "attention"):
             return Formula(f"{call.operand(1).within(PRODUCT)} where\u00a0allowed", SUM)
         if value.has_kind("join") and call.keywords.get("axis") in (-1, len(call.shape) - 1):
             return Formula(" | ".join(call.given), level=-1)
+        if value.has_kind("attention"):
+            return write_call(call)  # the formula of attention leaves the mask to a remark
         if value.has_kind("movement") and "dtype" in call.keywords:
             return call.x
         return value.op.formula(call)._replace(kind=value.op.kind)
