@@ -10,9 +10,9 @@ import numpy as np
 from tinygrad_mha.notation import write_number, write_shape
 from tinygrad_mha.viz.diagram.fold import Layout, fits_a_table
 from tinygrad_mha.viz.diagram.formulas import wrap_formula, write_formula
+from tinygrad_mha.viz.diagram.frames import Frame
 from tinygrad_mha.viz.diagram.heat import largest_magnitude
 from tinygrad_mha.viz.diagram.labels import frame_title, is_plus, value_heading
-from tinygrad_mha.viz.diagram.modules import Frame
 from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Kind, Node, Picture, Table
 from tinygrad_mha.viz.diagram.record import Value
 from tinygrad_mha.viz.diagram.roles import is_attention_weights

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinygrad_mha.viz.diagram.modules import Frame, Modules, Pattern, matches
+from tinygrad_mha.viz.diagram.frames import Frame, Pattern, matches
+from tinygrad_mha.viz.diagram.modules import Modules
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value
 from tinygrad_mha.viz.diagram.repetitions import find_drawn, fold_repetitions
 from tinygrad_mha.viz.diagram.roles import ELEMENTWISE

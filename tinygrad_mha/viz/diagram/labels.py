@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tinygrad_mha.viz.diagram.fold import Layout, is_foldable
-from tinygrad_mha.viz.diagram.modules import Frame
+from tinygrad_mha.viz.diagram.frames import Frame
 from tinygrad_mha.viz.diagram.record import Value
 from tinygrad_mha.viz.diagram.roles import is_attention_weights, weight_role
 

@@ -7,57 +7,17 @@ frame that holds all of its users, so that W_Q1 stands in "head 1". Inputs stand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any
 
-from tinygrad_mha.nn.module import Module, Scope, walk
+from tinygrad_mha.nn.module import walk
 from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.viz.diagram.frames import Frame, FrameTree, Pattern, list_inside, matches
 from tinygrad_mha.viz.diagram.picture import Kind
 from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Run, Value, as_run
 from tinygrad_mha.viz.diagram.roles import decide_kind, weight_role
 
-__all__ = ["Frame", "Modules", "Pattern", "arrange_modules", "contract_modules", "entry_key", "matches"]
-
-Pattern = str | Callable[[str], bool]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Frame:
-    """A module of the run, or another entry that was pushed with `modes.scope`."""
-
-    scope: Scope
-    parent: Frame | None
-    forward: Frame | None = None  # in the backward pass: the frame whose gradients are in here
-
-    @property
-    def name(self) -> str:
-        """The name of the module in its parent; "" for the outermost module."""
-        return self.scope.name
-
-    @property
-    def kind(self) -> str:
-        """The class of a module; "" for other entries."""
-        return self.scope.kind
-
-    @property
-    def module(self) -> Module | None:
-        """The module; None if it was freed or the entry is not a module."""
-        return self.scope.module()
-
-    @property
-    def path(self) -> str:
-        """The names of the enclosing modules and its own: h.0.attn."""
-        return ".".join(frame.name for frame in reversed(self.enclosing) if frame.name)
-
-    @property
-    def enclosing(self) -> list[Frame]:
-        """This frame and all frames around it, inner ones first."""
-        frames = [self]
-        while frames[-1].parent is not None:
-            frames.append(frames[-1].parent)
-        return frames
+__all__ = ["Modules", "arrange_modules", "contract_modules"]
 
 
 @dataclass(frozen=True)
@@ -89,58 +49,6 @@ class Modules:
     def contents(self, frame: Frame) -> list[Value]:
         """All values in a frame, frame by frame."""
         return [value for inner in self.inside(frame) for value in self.members[inner]]
-
-
-class FrameTree:
-    """The frames that were entered so far."""
-
-    def __init__(self) -> None:
-        self.root = Frame(Scope(""), None)
-        self.children: dict[Frame, list[Frame]] = {self.root: []}
-        self._known: dict[Any, Frame] = {}
-
-    def enter(self, parent: Frame, entry: Any, forward: Frame | None = None) -> Frame:
-        """The frame of a scope entry, which is added if it is new."""
-        key = parent, entry_key(entry)
-        if key not in self._known:
-            scope = entry if isinstance(entry, Scope) else Scope(str(entry))
-            frame = self._known[key] = Frame(scope, parent, forward)
-            self.children[parent].append(frame)
-            self.children[frame] = []
-        return self._known[key]
-
-    def enter_all(self, scope: Sequence[Any]) -> Frame:
-        """The frame of a whole scope."""
-        frame = self.root
-        for entry in scope:
-            frame = self.enter(frame, entry)
-        return frame
-
-
-def entry_key(entry: Any) -> tuple[str, int]:
-    """What makes two scope entries the same frame: name and module. The weak reference outlives its module."""
-    return str(getattr(entry, "name", entry)), id(getattr(entry, "module", None))
-
-
-def list_inside(children: dict[Frame, list[Frame]], frame: Frame) -> list[Frame]:
-    """A frame and all frames in it, outer ones first."""
-    found, stack = [], [frame]
-    while stack:
-        found.append(stack.pop())
-        stack.extend(reversed(children[found[-1]]))
-    return found
-
-
-def matches(frame: Frame, patterns: Sequence[Pattern]) -> bool:
-    """Whether a pattern means this frame: its path from any enclosing module down, its class, or a predicate."""
-    if frame.parent is None or not patterns:
-        return False
-    path = frame.path
-    paths = [path, *(path[len(outer.path) + 1 :] for outer in frame.enclosing[1:-1])]
-    return any(
-        pattern(path) if callable(pattern) else pattern == frame.kind or any(fnmatchcase(p, pattern) for p in paths)
-        for pattern in patterns
-    )
 
 
 def contract_modules(run: Run, opened: Sequence[Pattern]) -> Run:

@@ -55,7 +55,7 @@ class Value:
     backward: bool = False  # computed by the backward pass that is part of the picture
     gradient_of: list[Value] = field(default_factory=list)  # the forward values whose gradient this is
     rule_of: Primitive | None = None  # in the backward pass: the primitive whose derivative rule computed this
-    notation: str | None = None  # how formulas write the module that made this: "dropout"; see `contract_modules`
+    notation: str | None = None  # how formulas write the module that made this: "dropout"; see modules.contract_modules
 
     @property
     def sources(self) -> list[Value]:

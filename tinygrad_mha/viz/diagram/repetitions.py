@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.viz.diagram.modules import Frame, Modules, Pattern, matches
+from tinygrad_mha.viz.diagram.frames import Frame, Pattern, matches
+from tinygrad_mha.viz.diagram.modules import Modules
 from tinygrad_mha.viz.diagram.record import Value
 
 __all__ = ["find_drawn", "fold_repetitions"]

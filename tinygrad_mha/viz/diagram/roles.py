@@ -7,13 +7,10 @@ declare for their arguments: in `x @ w`, x is the data and w the weight. Names a
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
+from tinygrad_mha.viz.diagram.frames import Frame
 from tinygrad_mha.viz.diagram.picture import Kind
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value
-
-if TYPE_CHECKING:
-    from tinygrad_mha.viz.diagram.modules import Frame
 
 __all__ = ["ELEMENTWISE", "decide_kind", "is_attention_weights", "weight_role"]
 

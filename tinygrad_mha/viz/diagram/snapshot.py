@@ -1,8 +1,14 @@
 """tg.graph, the picture of a computation, and tg.graph_diff, two of them with their differences marked.
 
-The steps from tensors to a file, each in a module of its own: `record` reads the run, `modules` and `roles` say where
-each value belongs and what it is, `fold` decides what gets a box, `labels` and `formulas` what is written in it,
-`contents` makes the picture as plain data, `dot` and `heat` write it as text, `graphviz_engines` lets Graphviz draw it.
+The steps from tensors to a file, each in a module of its own:
+
+- `record` reads the run,
+- `frames`, `roles` and `modules` say what each value is and where it belongs,
+- `repetitions` and `fold` decide what gets a box,
+- `labels` and `formulas` write the titles and the formulas,
+- `contents` makes the picture as plain data,
+- `heat` and `dot` write it as text,
+- `graphviz_engines` lets Graphviz draw it.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from tinygrad_mha.viz.diagram.contents import compose_picture
 from tinygrad_mha.viz.diagram.diff import compare_pictures
 from tinygrad_mha.viz.diagram.dot import fit, to_dot
 from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Options, make_layout
+from tinygrad_mha.viz.diagram.frames import Pattern, entry_key, matches
 from tinygrad_mha.viz.diagram.labels import choose_titles
-from tinygrad_mha.viz.diagram.modules import Modules, Pattern, arrange_modules, contract_modules, entry_key, matches
+from tinygrad_mha.viz.diagram.modules import Modules, arrange_modules, contract_modules
 from tinygrad_mha.viz.diagram.picture import Picture
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
 
