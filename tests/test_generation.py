@@ -839,3 +839,8 @@ def test_a_users_fused_primitive_is_counted_by_its_composition(own_primitives, r
     x, v, w = (tg.Tensor(rng.standard_normal(shape)) for shape in [(3, 5), (5, 7), (7, 11)])
     with tg.record():
         assert count_multiply_adds(two_products(x, v, w)) == 3 * 5 * 7 + 3 * 7 * 11
+
+
+def test_an_unknown_option_of_stream_is_refused_by_its_own_name(model):
+    with pytest.raises(TypeError, match=r"stream\(\) has no option 'beam', 'topk'; its options are top_k, top_p"):
+        stream(model, [1], 3, topk=2, beam=2)

@@ -826,3 +826,9 @@ def test_we_open_what_transformers_saves_and_give_the_same_logits_and_gradients(
     assert set(gradients) == {name for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         close(p.grad, gradients[name])
+
+
+def test_a_configuration_of_numpy_values_round_trips_through_json():
+    config = nn.GPTConfig(11, 8, 2, 2, 6, bias=np.bool_(False), eps=np.float32(0.5), dropout=np.float32(0.25))
+    assert nn.GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.bias is False

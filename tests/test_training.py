@@ -123,7 +123,7 @@ def test_an_unknown_option_is_refused_and_the_nearest_one_suggested():
 
 
 def test_an_unknown_preset_is_refused_and_the_known_ones_listed():
-    with pytest.raises(ValueError, match="no preset 'large', expected one of tiny, cpu"):
+    with pytest.raises(ValueError, match="no preset 'large', expected one of tiny, cpu, finetune"):
         train("large", TEXT)
 
 
@@ -649,6 +649,8 @@ def test_another_configuration_is_refused_with_all_differences(tmp_path):
     with pytest.raises(CheckpointError, match=r"n_embd is 6, not 10; learning_rate is 0.01, not 0.02"):
         small(tmp_path, resume=True, n_embd=10, learning_rate=0.02)
     with pytest.raises(CheckpointError, match=r"n_layer is 1, not 2"):
+        small(tmp_path, resume=True, config=TrainConfig(n_layer=2))
+    with pytest.raises(CheckpointError, match=r"batch_size is 3, not 16"):
         small(tmp_path, config="tiny", resume=True)
 
 

@@ -91,11 +91,22 @@ def add_train(commands: Any) -> None:
     option = add_command(commands, run_train)
     option("--text", type=Path, metavar="FILE", help="UTF-8 text; default: Python's language reference")
     option("--out", type=Path, required=True, metavar="DIR", help="folder for checkpoints, log and samples")
-    option("--config", choices=sorted(PRESETS), help="default: tiny; cpu is nanoGPT's configuration for a CPU")
+    option(
+        "--init", type=Path, metavar="DIR", help="start with the model and tokenizer of a run or Hugging Face folder"
+    )
+    text = "default: tiny, or with --init finetune; cpu is nanoGPT's configuration for a CPU"
+    option("--config", choices=sorted(PRESETS), help=text)
     option("--steps", type=int, help="number of updates")
     option("--seed", type=int, help="of weights, data, dropout and samples (default 0)")
     names = ", ".join(list_option_names())
-    option("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"any option of the configuration: {names}")
+    option(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"any option of the configuration: {names}",
+    )
     option("--resume", action="store_true", help="continue the run in DIR, or start it")
     option("--quiet", action="store_true", help="print only the result")
     option("--json", action="store_true", help="print one JSON object per event")
@@ -104,21 +115,31 @@ def add_train(commands: Any) -> None:
 def run_train(args: argparse.Namespace) -> int:
     """Train a GPT on a text.
 
-    The tokens are the characters of the text. Ctrl-C writes a checkpoint and stops; --resume continues from the latest
-    checkpoint, bit for bit as if the run had not been interrupted.
+    The tokens are the characters of the text. With --init a trained model is trained further, with its own tokenizer.
+    Ctrl-C writes a checkpoint and stops; --resume continues from the latest checkpoint in --out, bit for bit as if the
+    run had not been interrupted.
     """
     changes = dict(map(parse_setting, args.set))
     changes |= {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     resumed = args.resume and find_latest(args.out) is not None
-    config = args.config or (None if resumed else "tiny")
+    config = args.config or (None if resumed or args.init else "tiny")
+    given = {} if resumed or args.init is None else open_trained(args.init)
     show = "json" if args.json else "quiet" if args.quiet else "bar"
-    run = train(config, args.text, args.out, resume=args.resume, show=show, **changes)
+    run = train(config, args.text, args.out, resume=args.resume, show=show, **given, **changes)
     if not args.json:
         losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
         state = "interrupted" if run.interrupted else "finished"
         print(f"{state} at step {run.step}; validation loss {losses[-1]:.4f} (at first {losses[0]:.4f}); in {args.out}")
         print(f"next: tinygrad-mha {'train --resume --out' if run.interrupted else 'generate'} {args.out}")
     return 130 if run.interrupted else 0
+
+
+def open_trained(folder: Path) -> dict[str, Any]:
+    """The model and tokenizer in a folder, as keyword arguments of `train`."""
+    model, tokenizer = open_model(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer: save one there, with tokenizer.save(folder)")
+    return {"model": model, "tokenizer": tokenizer}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

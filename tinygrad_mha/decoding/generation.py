@@ -169,6 +169,10 @@ def stream(
         >>> len(text), set(text) <= set("ab")
         (5, True)
     """
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"stream() has no option {', '.join(map(repr, sorted(unknown)))}; its options are {known}")
     request = Request(model, idx, max_new_tokens, temperature, **options)
     return request.stream(is_single(idx))
 

@@ -57,6 +57,7 @@ def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], indent: int | None = 1) -> None:
-    """Write a JSON object atomically."""
+    """Write a JSON object atomically. Arrays and numbers of NumPy are written as lists and numbers."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=indent), encoding="utf-8")
+        text = json.dumps(content, indent=indent, default=lambda value: value.tolist())
+        temporary.write_text(text, encoding="utf-8")

@@ -89,9 +89,11 @@ class GPTConfig:
         for name in ("bias", "norm_first", "tie_weights"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            setattr(self, name, bool(getattr(self, name)))
         for name in ("eps", "rope_base"):
             if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+            setattr(self, name, float(getattr(self, name)))
         if self.norm in ("pre", "post"):
             raise ValueError(f"norm is 'layer' or 'rms'; for norm={self.norm!r} pass norm_first={self.norm == 'pre'}")
         check_choice(self.norm, ("layer", "rms"), "norm")

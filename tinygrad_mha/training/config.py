@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -32,6 +32,10 @@ class TrainConfig:
 
     Args:
         model_options: a dict of options of the model; those given by name take precedence.
+        given: the names in `model_options` that count as given by the caller, all unless stated: a model that is given
+            to `train` must agree with them, and determines the other options of the model.
+        block_size: the number of tokens in a window of text: the context of a model that the run makes, and at most the
+            context of a model that is given.
         batch_size, accumulate: windows of text per pass, and passes per step.
         steps: the number of updates.
         learning_rate, min_lr, warmup: see `warmup_cosine`, which ends at the last step.
@@ -69,13 +73,18 @@ class TrainConfig:
     sample_tokens: int = 200
     checkpoint_interval: int = 250
     seed: int = 0
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
-    def __init__(self, *, model_options: dict[str, Any] | None = None, **options: Any) -> None:
-        check_names([*(model_options or {}), *options])
-        given = {name: options.pop(name) for name in MODEL_NAMES if name in options}
-        model = GPTConfig(vocab_size=1, **{**MODEL, **(model_options or {}), **given})
+    def __init__(
+        self, *, model_options: dict[str, Any] | None = None, given: Iterable[str] | None = None, **options: Any
+    ) -> None:
+        model_options = model_options or {}
+        check_names([*model_options, *options])
+        named = {name: options.pop(name) for name in MODEL_NAMES if name in options}
+        model = GPTConfig(vocab_size=1, **{**MODEL, **model_options, **named})
         values: dict[str, Any] = {option.name: option.default for option in fields(self)} | options
         values["model_options"] = {name: getattr(model, name) for name in MODEL_NAMES}
+        values["given"] = frozenset([*named, *(model_options if given is None else given)])
         for name, least in LEAST.items():
             values[name] = check_count(values[name], name, least)
         for name in NUMBERS:
@@ -105,6 +114,10 @@ class TrainConfig:
         """The configuration of the model for a tokenizer of `vocab_size` tokens."""
         return GPTConfig(vocab_size=vocab_size, **self.model_options)
 
+    def adapt(self, options: Mapping[str, Any]) -> TrainConfig:
+        """This configuration with these options of a model, except where others were given."""
+        return replace(self, **{name: value for name, value in options.items() if name not in self.given})
+
     def lr(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return warmup_cosine(step, self.learning_rate, self.min_lr, self.warmup, max(self.steps, self.warmup))
@@ -112,7 +125,8 @@ class TrainConfig:
 
 def list_option_names() -> list[str]:
     """The flat names of all options of a `TrainConfig`."""
-    return [*MODEL_NAMES, *(option.name for option in fields(TrainConfig) if option.name != "model_options")]
+    others = [option.name for option in fields(TrainConfig)]
+    return [*MODEL_NAMES, *others[1:-1]]  # without model_options and given
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -127,10 +141,8 @@ def check_names(names: Iterable[str]) -> None:
 
 PRESETS = {
     "tiny": TrainConfig(
-        n_layer=2,
-        n_head=4,
-        n_embd=64,
-        block_size=32,
+        model_options={"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 32},
+        given=(),
         batch_size=16,
         steps=600,
         learning_rate=3e-3,
@@ -142,11 +154,23 @@ PRESETS = {
         checkpoint_interval=100,
     ),
     "cpu": TrainConfig(),
+    "finetune": TrainConfig(
+        steps=200,
+        learning_rate=1e-4,
+        min_lr=1e-5,
+        warmup=10,
+        eval_interval=50,
+        sample_interval=100,
+        checkpoint_interval=50,
+    ),
 }
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
     """The configuration PRESETS[name], with changes.
+
+    "tiny" and "cpu" are for new models, the second is nanoGPT's configuration for a CPU; "finetune", with a low
+    learning rate, is for trained ones. A model that is given to `train` must agree with `changes`, not with the preset.
 
     Raises:
         ValueError: an unknown preset or option, or an invalid value.

@@ -33,22 +33,29 @@ def train(
     *,
     resume: bool = False,
     tokenizer: Tokenizer | None = None,
+    model: Any = None,
     show: Show = "bar",
     **changes: Any,
 ) -> Run:
-    """Train a GPT on a text.
+    """Train a GPT on a text, or continue to train a model.
 
     Ctrl-C finishes the current step, writes a checkpoint and returns; a second one stops at once. The folder receives
     `log.csv` (one row per step), `samples.csv`, the latest checkpoint and, if matplotlib is installed, `loss.png`.
 
     Args:
-        config: a TrainConfig or the name of a preset ("tiny", "cpu"; "cpu" unless given). `changes` replace single
-            options of it, such as `steps=100` or `n_layer=2`.
+        config: a TrainConfig or the name of a preset ("tiny", "cpu", "finetune"). Unless given it is "finetune" for a
+            given model, else "cpu". `changes` replace single options of it, such as `steps=100` or `n_layer=2`.
         text: the text itself (str), a file (Path), or None for the built-in corpus.
         folder: where checkpoints, logs and samples are written; None writes nothing.
         resume: continue from the latest checkpoint in the folder, or start if there is none. The configuration is the
             stored one; `changes` may only contain options of `training.resume.CHANGEABLE`.
-        tokenizer: the characters of the text unless given.
+        tokenizer: the characters of the text unless given. It has as many tokens as the model.
+        model: the model to train, in place, with its dtype, ties, frozen tensors and generators: a `GPT`, or any
+            `Module` with `loss(idx, targets)`, a Tensor with one element, and a `config` with `vocab_size` and
+            `block_size`. To write samples it is also a `tinygrad_mha.decoding.LanguageModel`; else set
+            `sample_interval=0`. It determines the model options of the configuration; those that are given must agree,
+            but `block_size` may be smaller: the length of the windows of text. To resume, pass the same model again, in
+            any state; a `GPT` of ours is rebuilt if it is left out.
         show: "bar" (a progress bar), "json" (one JSON object per event on standard output), "quiet", or a function
             that receives every event.
 
@@ -56,8 +63,9 @@ def train(
         The run: `.model`, `.tokenizer`, `.log.rows`, `.interrupted` and more.
 
     Raises:
-        ValueError: an invalid configuration, text or folder.
-        CheckpointError: a damaged checkpoint, or one of another configuration.
+        ValueError: an invalid configuration, text or folder, or a model that contradicts configuration or tokenizer.
+        TypeError: a model that lacks what training needs.
+        CheckpointError: a damaged checkpoint, or one of another configuration or model.
         DivergedError: the loss, gradient or weights became inf or nan.
         OSError: the folder cannot be written.
 
@@ -70,11 +78,11 @@ def train(
     if checkpoint is not None and not resume:
         raise ValueError(f"{folder} contains a run already, at {checkpoint.name}: resume it, or choose another folder")
     if checkpoint is not None:
-        run = reopen(checkpoint, config, text, tokenizer, changes)
+        run = reopen(checkpoint, config, text, tokenizer, model, changes)
     else:
         if not isinstance(config, TrainConfig):
-            config = preset("cpu" if config is None else config)
-        run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder)
+            config = preset(config or ("cpu" if model is None else "finetune"))
+        run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model)
     with open_report(show, run) as report, catch_interrupt() as interruption:
         run_steps(run, report, interruption)
         report({"event": "end", "step": run.step, "interrupted": run.interrupted})

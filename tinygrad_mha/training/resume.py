@@ -17,8 +17,8 @@ import numpy as np
 from tinygrad_mha.data import Tokenizer, load_tokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
 from tinygrad_mha.files.run_folder import find_latest, remove_others, write_checkpoint
-from tinygrad_mha.nn import GPT
-from tinygrad_mha.training.config import TrainConfig, preset
+from tinygrad_mha.nn import GPT, GPTConfig
+from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, preset
 from tinygrad_mha.training.run_state import Run
 from tinygrad_mha.training.source import open_text, reopen_text
 
@@ -58,6 +58,7 @@ def write_state(run: Run, folder: Path) -> None:
     run.tokenizer.save(folder)
     state = {
         "step": run.step,
+        "model": describe_model(run.model),
         "config": run.config.to_dict(),
         "text": run.source.describe(),
         "data": run.batches.state_dict(),
@@ -67,13 +68,12 @@ def write_state(run: Run, folder: Path) -> None:
     write_json(folder / "state.json", state)
 
 
-def load_checkpoint(run: Run, checkpoint: Path) -> None:
-    """Restore the state of a run with the same configuration and text.
+def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
+    """Restore the state of a run with the same configuration and text; `state` is the content of state.json.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
-    state = read_json(checkpoint / "state.json")
     run.model.load(checkpoint / "model.safetensors")
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, array in load_arrays(checkpoint / "optimizer.safetensors").items():
@@ -99,16 +99,80 @@ def list_parameter_names(run: Run) -> list[str]:
     return [names[id(p)] for p in run.optimizer.parameters]
 
 
-def read_config(checkpoint: Path) -> tuple[dict[str, Any], TrainConfig]:
-    """The content of state.json, and the configuration in it."""
+def describe_model(model: Any) -> dict[str, Any]:
+    """What a checkpoint says about its model: its class and dtypes, and of a GPT its configuration and special ids.
+
+    "rebuild" says whether the class and the configuration determine all modules of the model.
+    """
+    dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    described = {"class": type(model).__qualname__, "dtypes": dtypes, "rebuild": False}
+    if not isinstance(model, GPT):
+        return described
+    config = replace(model.config, tie_weights=model.lm_head.weight is model.wte.weight)
+    types = [{type(module) for _, module in m.named_modules()} for m in (model, GPT(replace(config, n_layer=1)))]
+    return described | {
+        "rebuild": types[0] == types[1] and len(dtypes) == 1,
+        "config": config.to_dict(),
+        "special_ids": model.special_ids,
+        "generation_config": model.generation_config,
+    }
+
+
+def rebuild_model(checkpoint: Path, state: dict[str, Any]) -> GPT:
+    """The GPT of a checkpoint, before its weights are loaded.
+
+    Raises:
+        CheckpointError: the checkpoint is of a model that the caller must pass.
+    """
+    saved = state["model"]
+    try:
+        if not saved["rebuild"]:
+            raise ValueError(f"a {saved['class']} with modules of your own")
+        model = GPT(GPTConfig.from_dict(saved["config"]))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is of a model that cannot be rebuilt ({error}): pass it again as model="
+        ) from error
+    model.astype(*saved["dtypes"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name in state["optimizer"]["state"]
+    model.special_ids, model.generation_config = saved["special_ids"], saved["generation_config"]
+    return model
+
+
+def read_state(checkpoint: Path, model: Any = None) -> tuple[dict[str, Any], TrainConfig, Any]:
+    """The content of state.json, the configuration in it, and the model: the given one, or a GPT that is rebuilt.
+
+    Raises:
+        CheckpointError: not a checkpoint, or one of another model than the given one, or of one that must be given.
+    """
     path = checkpoint / "state.json"
     if not path.exists():
         raise CheckpointError(f"{checkpoint} is no checkpoint of a run: it contains no state.json")
     state = read_json(path)
     try:
-        return state, TrainConfig(**state["config"])
+        if model is None:
+            model = rebuild_model(checkpoint, state)
+        else:
+            check_model(checkpoint, state["model"], describe_model(model))
+        options = state["config"]
+        if isinstance(model, GPT):  # objects of the caller's own, such as a position, cannot be read from JSON
+            options |= {name: getattr(model.config, name) for name in MODEL_NAMES if name != "block_size"}
+        return state, TrainConfig(**options), model
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not the state of a run: {error!r}") from error
+
+
+def check_model(checkpoint: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
+    """Check that a given model has the class, dtypes and configuration of that in a checkpoint."""
+    pairs = {name: (saved[name], given[name]) for name in ("class", "dtypes")}
+    config = saved.get("config", {})
+    pairs |= {name: (value, given.get("config", {}).get(name)) for name, value in config.items()}
+    wrong = [f"{name} is {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is of another model than the given one: {'; '.join(wrong)}")
 
 
 def reopen(
@@ -116,15 +180,16 @@ def reopen(
     config: TrainConfig | str | None,
     text: str | Path | None,
     tokenizer: Tokenizer | None,
+    model: Any,
     changes: dict[str, Any],
 ) -> Run:
     """The run at a checkpoint. The arguments are those of `train`; only CHANGEABLE options may differ.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another configuration or text.
+        CheckpointError: the checkpoint is damaged, or of another configuration, model or text.
         ValueError: fewer steps than the run has taken, or a text that must be given again.
     """
-    state, stored = read_config(checkpoint)
+    state, stored, model = read_state(checkpoint, model)
     config = combine_configs(stored, config, changes)
     options = config.to_dict()
     differing = [
@@ -150,32 +215,34 @@ def reopen(
             f"{checkpoint} was trained on another text: {described['characters']} characters, SHA-256 "
             f"{described['sha256']}; now {found['characters']}, {found['sha256']}"
         )
-    run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent)
-    load_checkpoint(run, checkpoint)
+    run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, model)
+    load_checkpoint(run, checkpoint, state)
     remove_others(checkpoint.parent, checkpoint)
     return run
 
 
 def combine_configs(stored: TrainConfig, config: TrainConfig | str | None, changes: dict[str, Any]) -> TrainConfig:
-    """The configuration requested for a resumed run. The CHANGEABLE options of a preset do not count as requested."""
+    """The configuration requested for a resumed run.
+
+    Options of the model that were not given, and the CHANGEABLE options of a preset, are the stored ones.
+    """
     if isinstance(config, str):
-        chosen = preset(config).to_dict()
-        changes = {name: value for name, value in chosen.items() if name not in CHANGEABLE} | changes
-    return replace(config if isinstance(config, TrainConfig) else stored, **changes)
+        config = replace(preset(config), **{name: getattr(stored, name) for name in CHANGEABLE})
+    return replace(stored if config is None else config.adapt(stored.model_options), **changes)
 
 
-def load_trained(folder: str | os.PathLike[str]) -> tuple[GPT, Tokenizer]:
+def load_trained(folder: str | os.PathLike[str], model: Any = None) -> tuple[GPT, Tokenizer]:
     """Open the model, in eval mode, and the tokenizer of the latest checkpoint of a run.
 
     Args:
         folder: the folder of the run, or of one checkpoint.
+        model: receives the weights. Needed for a model with modules of your own, which is not rebuilt.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, it is damaged, of another model, or of one that must be given.
     """
     checkpoint = find_latest(folder) or Path(folder)
-    _, config = read_config(checkpoint)
+    _, _, model = read_state(checkpoint, model)
     tokenizer = load_tokenizer(checkpoint)
-    model = GPT(config.make_model_config(tokenizer.vocab_size))
     model.load(checkpoint / "model.safetensors")
     return model.eval(), tokenizer

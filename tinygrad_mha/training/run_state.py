@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.arguments import is_integer
 from tinygrad_mha.data import Batches, CharTokenizer, Tokenizer, split_text
 from tinygrad_mha.decoding import ContextFullWarning, generate
 from tinygrad_mha.files.run_folder import CsvLog, find_latest
 from tinygrad_mha.modes import no_grad
-from tinygrad_mha.nn import GPT
+from tinygrad_mha.nn import GPT, GPTConfig, Module
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups
-from tinygrad_mha.training.config import TrainConfig
+from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig
 from tinygrad_mha.training.source import GIVEN, Source
 
 __all__ = ["DivergedError", "Run", "accumulate"]
@@ -24,6 +26,11 @@ __all__ = ["DivergedError", "Run", "accumulate"]
 # The seed of a random generator combines the seed of the run and its purpose. The model has its own for weights and
 # dropout.
 DATA, EVALUATION, SAMPLING = 1, 2, 3
+
+NEEDED = (
+    "a model to train is a Module with config.vocab_size, config.block_size and loss(idx, targets), a Tensor with one "
+    "element; to write samples it is also a LanguageModel of tinygrad_mha.decoding, or set sample_interval=0"
+)
 
 LOG = {"step": int, "learning_rate": float, "loss": float, "grad_norm": float, "validation_loss": float}
 SAMPLES = {"step": int, "text": str}
@@ -41,6 +48,7 @@ class Run:
         text: the text; the last tenth is for validation.
         tokenizer: the characters of the text unless given.
         folder: where checkpoints and logs are written; None writes nothing.
+        model: the model to train, in place; see `train`. Unless given, a GPT is made from `config` and its seed.
 
     Attributes:
         model, optimizer, tokenizer, config: what is trained, and how.
@@ -50,7 +58,9 @@ class Run:
         interrupted: whether `train` was interrupted before the last step.
 
     Raises:
-        ValueError: the training or validation part of the text is shorter than a block.
+        ValueError: the training or validation part of the text is shorter than a block, or the model contradicts the
+            configuration or the tokenizer.
+        TypeError: the model lacks what training or sampling needs.
     """
 
     def __init__(
@@ -59,22 +69,45 @@ class Run:
         text: str | Source,
         tokenizer: Tokenizer | None = None,
         folder: str | os.PathLike[str] | None = None,
+        model: Any = None,
     ) -> None:
-        self.config = config
+        self.config = config if model is None else adapt_config(config, model)
         self.source = text if isinstance(text, Source) else Source(text, GIVEN)
         self.tokenizer = CharTokenizer.of(self.source.text) if tokenizer is None else tokenizer
         self.train_ids, self.validation_ids = (self.tokenizer.encode(part) for part in split_text(self.source.text))
         self.batches = self._make_batches("training", self.train_ids, DATA)
         self._make_batches("validation", self.validation_ids, EVALUATION)  # raises if it is too short
-        self.model = GPT(config.make_model_config(self.tokenizer.vocab_size), seed=config.seed)
+        vocab_size = self.tokenizer.vocab_size
+        self.model: GPT = GPT(config.make_model_config(vocab_size), config.seed) if model is None else model
         self.optimizer = AdamW(
             decay_groups(self.model, config.weight_decay), lr=config.lr(0), betas=config.betas, weight_decay=0.0
         )
+        if model is not None:
+            self._check_model()
+        self.model.train().zero_grad()
         self.step = 0
         self.interrupted = False
         self.folder = None if folder is None else Path(folder)
         self.log = CsvLog(self.folder and self.folder / "log.csv", LOG)
         self.samples = CsvLog(self.folder and self.folder / "samples.csv", SAMPLES)
+
+    def _check_model(self) -> None:
+        """Check that the model fits the tokenizer, and try what training and sampling call."""
+        ours, theirs = self.tokenizer.vocab_size, self.model.config.vocab_size
+        if ours != theirs:
+            raise ValueError(
+                f"the vocabulary has {ours} tokens, that of the model {theirs}: pass the tokenizer of the model"
+            )
+        idx = self.train_ids[None, : self.config.block_size + 1]
+        try:
+            with self.model.evaluating(), no_grad():
+                loss = self.model.loss(idx[:, :-1], idx[:, 1:])
+                if self.config.sample_interval:
+                    generate(self.model, idx[0, :1], 1)
+        except (TypeError, AttributeError) as error:
+            raise TypeError(f"{NEEDED}; {type(self.model).__name__} raised: {error}") from error
+        if not isinstance(loss, Tensor) or loss.size != 1:
+            raise TypeError(f"{NEEDED}; {type(self.model).__name__}.loss returned {loss!r}")
 
     def _make_batches(self, part: str, ids: np.ndarray, purpose: int) -> Batches:
         try:
@@ -119,6 +152,30 @@ class Run:
         latest = find_latest(self.folder) if self.folder else None
         where = f"; the last good checkpoint is {latest}" if latest else ""
         return DivergedError(f"training diverged at step {self.step}: {reason}. Try a lower learning rate{where}")
+
+
+def adapt_config(config: TrainConfig, model: Any) -> TrainConfig:
+    """The configuration with the options of a given model.
+
+    Raises:
+        ValueError: options that were given and that the model contradicts, or a block_size above that of the model.
+        TypeError: not a module, or one without what training needs.
+    """
+    theirs = getattr(model, "config", None)
+    sizes = [getattr(theirs, name, None) for name in ("vocab_size", "block_size")]
+    if not (isinstance(model, Module) and hasattr(model, "loss") and all(map(is_integer, sizes))):
+        raise TypeError(f"{NEEDED}; got {type(model).__name__} with vocab_size and block_size {sizes}")
+    names = MODEL_NAMES if isinstance(theirs, GPTConfig) else ("block_size",)
+    options = {name: getattr(theirs, name) for name in names}
+    adapted = config.adapt(options)
+    wrong = [
+        f"{name} is {getattr(adapted, name)!r}, that of the model {value!r}"
+        for name, value in options.items()
+        if (adapted.block_size > value if name == "block_size" else getattr(adapted, name) != value)
+    ]
+    if wrong:
+        raise ValueError(f"the configuration contradicts the model: {'; '.join(wrong)}. Leave these options out")
+    return adapted
 
 
 def accumulate(model: Any, batches: list[tuple[np.ndarray, np.ndarray]], ignore_index: int = -100) -> float:
