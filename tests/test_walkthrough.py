@@ -333,6 +333,18 @@ def test_an_attention_whose_forward_differs_from_its_per_head_is_refused(rng, va
     assert f" {step}." in str(error.value)
 
 
+class AlwaysCausal(tg.nn.MultiHeadAttention):
+    def forward(self, x):
+        return super().forward(x, causal=True)
+
+
+def test_a_forward_that_is_always_causal_agrees_with_a_causal_per_head_only(rng):
+    mha, x = AlwaysCausal(5, n_head=2, rng=0), rng.standard_normal((5, 5))
+    assert block(tg.walkthrough(mha, x), "data")["decode"] == []  # it takes no cache
+    with pytest.raises(ValueError, match="differ first in Y"):
+        tg.walkthrough(mha, x, causal=False)
+
+
 class Variant(tg.nn.MultiHeadAttention):
     """A variant that changes both: scores times a learned temperature plus a bias, and a gate on the output."""
 

@@ -150,6 +150,11 @@ def accepts(method: Callable[..., Any], option: str) -> bool:
     return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def run_forward(attention: Any, x: Any, options: Json, **more: Any) -> Tensor:
+    """Call the attention; `causal` is left out of `options` if its forward does not have such a parameter."""
+    return attention(x, **(options if accepts(attention.forward, "causal") else {}), **more)
+
+
 def name_tensors(y: Tensor, attention: Module) -> dict[int, str]:
     """The names of the tensors that made `y`, by identity: their own, or the path of a parameter.
 
@@ -164,7 +169,7 @@ def check_forward(attention: Any, x: np.ndarray, grad: np.ndarray, options: Json
     """Raise ValueError if `forward` and `per_head` differ in Y or in the gradient of X, by more than rounding."""
     exact = copy.deepcopy(attention).astype(np.float64)
     leaf = Tensor(x, dtype=np.float64, requires_grad=True, name="X")
-    forward, per_head = exact(leaf, **options), exact.per_head(leaf, **options)
+    forward, per_head = run_forward(exact, leaf, options), exact.per_head(leaf, **options)
     reason = None
     if forward.shape != per_head.shape or not is_close(forward.numpy(), per_head.numpy()):
         reason = f"first in {find_difference(exact, leaf, per_head, options)}"
@@ -198,7 +203,7 @@ def find_difference(attention: Any, x: Tensor, per_head: Tensor, options: Json) 
         return tensor
 
     with contextlib.suppress(TypeError):  # a forward that does not accept `edit`, or passes on its own
-        attention(x, **options, edit=compare)
+        run_forward(attention, x, options, edit=compare)
     return [*differing, "Y"][0]
 
 
@@ -273,8 +278,8 @@ def measure_decoding(attention: Any, x: np.ndarray, y: np.ndarray, options: Json
     with modes.no_grad(), modes.record():
         for t in range(len(x)):
             before = cache.length
-            row = attention(x[t : t + 1], cache=cache, **options)
-            whole = attention(x[: t + 1], **options)
+            row = run_forward(attention, x[t : t + 1], options, cache=cache)
+            whole = run_forward(attention, x[: t + 1], options)
             difference = np.abs(row.numpy()[0] - y[t]).max()
             rounding = 1000 * np.finfo(y.dtype).eps * max(1.0, np.abs(y[t]).max())
             steps.append(
