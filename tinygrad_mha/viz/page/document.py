@@ -110,7 +110,9 @@ def walkthrough(
         if isinstance(mha, GPT):
             subject = prepare_layer(mha, x, 0 if layer is None else layer, grad)
         elif not hasattr(mha, "per_head"):
-            raise TypeError(f"expected a MultiHeadAttention or a GPT, got {type(mha).__name__}")
+            raise TypeError(
+                f"expected a MultiHeadAttention or a GPT, or a module with a method per_head; got {type(mha).__name__}"
+            )
         elif layer is not None:
             raise ValueError(f"layer={layer} selects a layer of a GPT, but this is one attention by itself")
         else:
