@@ -177,6 +177,24 @@ def test_a_run_of_a_given_model_resumes_bit_for_bit(make, tmp_path):
     assert again.log.rows == expected.log.rows
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_run_that_died_resumes_with_the_model_in_any_state(make, tmp_path):
+    class Death(BaseException):
+        pass
+
+    def die(event):
+        if event["event"] == "step" and event["step"] == 5:
+            raise Death
+
+    tune(tmp_path / "whole", make())
+    model = make()
+    with pytest.raises(Death):
+        tune(tmp_path / "died", model, show=die)
+    assert find_latest(tmp_path / "died").name == "step-4"
+    tune(tmp_path / "died", model, resume=True)
+    assert contents(tmp_path / "died") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("make", [make_gpt, make_frozen_gpt])
 def test_a_gpt_is_rebuilt_when_its_run_is_resumed(make, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"
@@ -235,8 +253,10 @@ def test_other_frozen_tensors_than_those_of_the_run_are_refused(tmp_path):
     tune(tmp_path, make_gpt())
     model = make_gpt()
     model.wpe.weight.requires_grad = False
+    before = model.state_dict()
     with pytest.raises(CheckpointError, match="does not belong to this run"):
         tune(tmp_path, model, resume=True)
+    assert all(np.array_equal(array, before[name]) for name, array in model.state_dict().items())
 
 
 # ------------------------------------------------------------------------------------------------------ contradictions
@@ -245,10 +265,10 @@ def test_other_frozen_tensors_than_those_of_the_run_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_layer": 3, "n_embd": 8}, "n_layer is 3, that of the model 2; n_embd is 8, that of the model 6"),
-        ({"dropout": 0.0}, "dropout is 0.0, that of the model 0.25"),
-        ({"config": TrainConfig(activation="relu")}, "activation is 'relu', that of the model 'gelu_tanh'"),
-        ({"block_size": 12}, "block_size is 12, that of the model 11"),
+        ({"n_layer": 3, "n_embd": 8}, "contradicts the model, in which n_layer is 2, not 3; n_embd is 6, not 8"),
+        ({"dropout": 0.0}, "dropout is 0.25, not 0.0"),
+        ({"config": TrainConfig(activation="relu")}, "activation is 'gelu_tanh', not 'relu'"),
+        ({"block_size": 12}, "block_size is 11, not 12"),
         (
             {"tokenizer": CharTokenizer(TOKENIZER.characters + "!")},
             "the vocabulary has 30 tokens",
@@ -372,7 +392,7 @@ def test_init_refuses_what_contradicts_the_folder_before_any_work(folder, text, 
         assert not out.exists()
         return capsys.readouterr().err
 
-    assert "n_layer is 7, that of the model 2" in refused("--set", "n_layer=7", "batch_size=3")
+    assert "n_layer is 2, not 7" in refused("--set", "n_layer=7", "batch_size=3")
     assert "no such folder" in refused(init=tmp_path / "missing")
     text.write_text(TEXT + "é" * 30 + TEXT)
     assert "the character 'é'" in refused()

@@ -12,7 +12,7 @@ from tinygrad_mha.arguments import check_count, is_number
 from tinygrad_mha.nn import GPTConfig
 from tinygrad_mha.optim import warmup_cosine
 
-__all__ = ["PRESETS", "TrainConfig", "check_names", "list_option_names", "preset"]
+__all__ = ["PRESETS", "TrainConfig", "check_names", "list_differences", "list_option_names", "preset"]
 
 # The model that is trained if nothing else is given; other options have the defaults of GPTConfig.
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": False, "activation": "gelu"}
@@ -129,6 +129,12 @@ def list_option_names() -> list[str]:
     return [*MODEL_NAMES, *others[1:-1]]  # without model_options and given
 
 
+def list_differences(stored: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """The entries of `stored` that `found` lacks or contradicts, in words; "" if there are none."""
+    pairs = [(name, value, found.get(name)) for name, value in stored.items()]
+    return "; ".join(f"{name} is {value!r}, not {other!r}" for name, value, other in pairs if value != other)
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError for a name that is no option, and suggest the nearest one."""
     known = list_option_names()
@@ -154,15 +160,7 @@ PRESETS = {
         checkpoint_interval=100,
     ),
     "cpu": TrainConfig(),
-    "finetune": TrainConfig(
-        steps=200,
-        learning_rate=1e-4,
-        min_lr=1e-5,
-        warmup=10,
-        eval_interval=50,
-        sample_interval=100,
-        checkpoint_interval=50,
-    ),
+    "finetune": TrainConfig(steps=200, learning_rate=1e-4, min_lr=1e-5, warmup=10, eval_interval=50),
 }
 
 

@@ -18,7 +18,7 @@ from tinygrad_mha.data import Tokenizer, load_tokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
 from tinygrad_mha.files.run_folder import find_latest, remove_others, write_checkpoint
 from tinygrad_mha.nn import GPT, GPTConfig
-from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, preset
+from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences, preset
 from tinygrad_mha.training.run_state import Run
 from tinygrad_mha.training.source import open_text, reopen_text
 
@@ -72,23 +72,25 @@ def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
     """Restore the state of a run with the same configuration and text; `state` is the content of state.json.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model.
+        CheckpointError: the checkpoint is damaged, or belongs to another model. The model is unchanged.
     """
-    run.model.load(checkpoint / "model.safetensors")
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, array in load_arrays(checkpoint / "optimizer.safetensors").items():
         name, _, key = path.rpartition(".")
         arrays.setdefault(name, {})[key] = array
+    generators = run.model.generators()
     try:
         numbers = state["optimizer"]["state"]
         states = [numbers[name] | arrays.get(name, {}) for name in list_parameter_names(run)]
         run.optimizer.load_state_dict({"groups": state["optimizer"]["groups"], "state": states})
         run.batches.load_state_dict(state["data"])
-        for name, generator in run.model.generators().items():
-            generator.bit_generator.state = state["generators"][name]
+        saved = [state["generators"][name] for name in generators]
         run.step = state["step"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} does not belong to this run: {error!r}") from error
+    run.model.load(checkpoint / "model.safetensors")
+    for generator, of_generator in zip(generators.values(), saved, strict=True):
+        generator.bit_generator.state = of_generator
     run.log.rewind(run.step)
     run.samples.rewind(run.step)
 
@@ -100,19 +102,21 @@ def list_parameter_names(run: Run) -> list[str]:
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """What a checkpoint says about its model: its class and dtypes, and of a GPT its configuration and special ids.
+    """What a checkpoint says about its model besides the weights.
 
-    "rebuild" says whether the class and the configuration determine all modules of the model.
+    "identity" is what a model that is passed again must agree with; of a GPT it includes the configuration. "rebuild"
+    says whether it determines all modules and dtypes.
     """
     dtypes = sorted({str(p.dtype) for p in model.parameters()})
-    described = {"class": type(model).__qualname__, "dtypes": dtypes, "rebuild": False}
+    identity = {"class": type(model).__qualname__, "dtypes": dtypes}
     if not isinstance(model, GPT):
-        return described
-    config = replace(model.config, tie_weights=model.lm_head.weight is model.wte.weight)
-    types = [{type(module) for _, module in m.named_modules()} for m in (model, GPT(replace(config, n_layer=1)))]
-    return described | {
+        return {"identity": identity, "rebuild": False}
+    tied = getattr(model.lm_head, "weight", None) is model.wte.weight
+    twin = GPT(replace(model.config, n_layer=1, vocab_size=1))
+    types = [{type(module) for _, module in m.named_modules()} for m in (model, twin)]
+    return {
+        "identity": {**identity, **model.config.to_dict(), "tie_weights": tied},
         "rebuild": types[0] == types[1] and len(dtypes) == 1,
-        "config": config.to_dict(),
         "special_ids": model.special_ids,
         "generation_config": model.generation_config,
     }
@@ -125,15 +129,15 @@ def rebuild_model(checkpoint: Path, state: dict[str, Any]) -> GPT:
         CheckpointError: the checkpoint is of a model that the caller must pass.
     """
     saved = state["model"]
+    config = dict(saved["identity"])
+    kind, dtypes = config.pop("class"), config.pop("dtypes")
     try:
         if not saved["rebuild"]:
-            raise ValueError(f"a {saved['class']} with modules of your own")
-        model = GPT(GPTConfig.from_dict(saved["config"]))
+            raise ValueError(f"a {kind} with modules of your own")
+        model = GPT(GPTConfig.from_dict(config)).astype(*dtypes)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is of a model that cannot be rebuilt ({error}): pass it again as model="
-        ) from error
-    model.astype(*saved["dtypes"])
+        reason = f"{checkpoint} is of a model that cannot be rebuilt ({error})"
+        raise CheckpointError(f"{reason}: pass it again as model=") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in state["optimizer"]["state"]
     model.special_ids, model.generation_config = saved["special_ids"], saved["generation_config"]
@@ -150,29 +154,20 @@ def read_state(checkpoint: Path, model: Any = None) -> tuple[dict[str, Any], Tra
     if not path.exists():
         raise CheckpointError(f"{checkpoint} is no checkpoint of a run: it contains no state.json")
     state = read_json(path)
-    try:
-        if model is None:
-            model = rebuild_model(checkpoint, state)
-        else:
-            check_model(checkpoint, state["model"], describe_model(model))
-        options = state["config"]
-        if isinstance(model, GPT):  # objects of the caller's own, such as a position, cannot be read from JSON
-            options |= {name: getattr(model.config, name) for name in MODEL_NAMES if name != "block_size"}
-        return state, TrainConfig(**options), model
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not the state of a run: {error!r}") from error
-
-
-def check_model(checkpoint: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    """Check that a given model has the class, dtypes and configuration of that in a checkpoint."""
-    pairs = {name: (saved[name], given[name]) for name in ("class", "dtypes")}
-    config = saved.get("config", {})
-    pairs |= {name: (value, given.get("config", {}).get(name)) for name, value in config.items()}
-    wrong = [f"{name} is {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]
+    wrong = ", ".join(name for name in ("step", "model", "config", "text", "data", "generators") if name not in state)
     if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model than the given one: {'; '.join(wrong)}")
+        raise CheckpointError(f"{path} is not the state of a run: it lacks {wrong}")
+    if model is None:
+        model = rebuild_model(checkpoint, state)
+    elif wrong := list_differences(state["model"]["identity"], describe_model(model)["identity"]):
+        raise CheckpointError(f"{checkpoint} is of another model than the given one: {wrong}")
+    options = state["config"]
+    if isinstance(model, GPT):  # objects of the caller's own, such as a position, cannot be read from JSON
+        options |= {name: getattr(model.config, name) for name in MODEL_NAMES if name != "block_size"}
+    try:
+        return state, TrainConfig(**options), model
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not the state of a run: {error!r}") from error
 
 
 def reopen(
@@ -191,22 +186,15 @@ def reopen(
     """
     state, stored, model = read_state(checkpoint, model)
     config = combine_configs(stored, config, changes)
-    options = config.to_dict()
-    differing = [
-        f"{name} is {value!r}, not {options[name]!r}"
-        for name, value in stored.to_dict().items()
-        if name not in CHANGEABLE and options[name] != value
-    ]
-    if differing:
+    fixed = {name: value for name, value in stored.to_dict().items() if name not in CHANGEABLE}
+    wrong = list_differences(fixed, config.to_dict())
+    if wrong:
         raise CheckpointError(
-            f"{checkpoint} has another configuration: {'; '.join(differing)}. Leave these options out to resume it, or "
+            f"{checkpoint} has another configuration: {wrong}. Leave these options out to resume it, or "
             f"choose another folder; only {', '.join(CHANGEABLE)} may change"
         )
-    try:
-        step, described = state["step"], state["text"]
-        source = reopen_text(described["source"]) if text is None else open_text(text)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint / 'state.json'} is not the state of a run: it lacks {error}") from error
+    step, described = state["step"], state["text"]
+    source = reopen_text(described["source"]) if text is None else open_text(text)
     if config.steps < step:
         raise ValueError(f"{checkpoint} has taken {step} steps, more than the {config.steps} requested")
     found = source.describe()

@@ -18,7 +18,7 @@ from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig, Module
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups
 from tinygrad_mha.tensors import Tensor
-from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig
+from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences
 from tinygrad_mha.training.source import GIVEN, Source
 
 __all__ = ["DivergedError", "Run", "accumulate"]
@@ -168,13 +168,11 @@ def adapt_config(config: TrainConfig, model: Any) -> TrainConfig:
     names = MODEL_NAMES if isinstance(theirs, GPTConfig) else ("block_size",)
     options = {name: getattr(theirs, name) for name in names}
     adapted = config.adapt(options)
-    wrong = [
-        f"{name} is {getattr(adapted, name)!r}, that of the model {value!r}"
-        for name, value in options.items()
-        if (adapted.block_size > value if name == "block_size" else getattr(adapted, name) != value)
-    ]
+    if adapted.block_size < options["block_size"]:
+        del options["block_size"]
+    wrong = list_differences(options, adapted.model_options)
     if wrong:
-        raise ValueError(f"the configuration contradicts the model: {'; '.join(wrong)}. Leave these options out")
+        raise ValueError(f"the configuration contradicts the model, in which {wrong}. Leave these options out")
     return adapted
 
 
