@@ -625,7 +625,6 @@ def test_invalid_settings_are_refused(arguments, message):
         ((3, 7), {}, "last axis of length 5, got an input of shape .3, 7."),
         ((2, 3, 5), {"memory": np.ones((3, 7, 5))}, "memory must have the batch axis of x"),
         ((2, 3, 5), {"memory": np.ones((2, 7, 3))}, "memory with d_memory columns"),
-        ((3, 5), {"positions": np.arange(3)}, "positions are for rotary positions, this attention has Position"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x, arguments, message):

@@ -1,5 +1,6 @@
 """Modules find their parameters, and save and load them atomically; layers compute their formulas."""
 
+import collections
 import copy
 import gc
 import json
@@ -676,3 +677,36 @@ def test_layers_work_without_gradients():
     with no_grad():
         y = nn.FeedForward(3, 5)(np.ones((2, 3), np.float32))
     assert y.node is None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Assignments that would lose a parameter or hide a method
+
+
+@pytest.mark.parametrize("value", [np.ones((5, 14)), [1.0], 2.0])
+def test_an_array_in_the_place_of_a_parameter_is_refused_with_the_call_that_writes_it(value):
+    mha = nn.MultiHeadAttention(5, 2, rng=0)
+    with pytest.raises(TypeError, match=r"wq is a tensor of MultiHeadAttention, .*wq\.assign_\(array\)"):
+        mha.wq = value
+    assert isinstance(mha.wq, Tensor)
+    mha.wq = Tensor(np.ones((5, 4)), requires_grad=True)
+    mha.bq = None
+
+
+@pytest.mark.parametrize("container", [set, frozenset, collections.deque, lambda xs: np.array([*xs, None], object)])
+def test_a_tensor_or_module_in_a_container_that_is_not_searched_is_refused(container):
+    class Holder(nn.Module):
+        pass
+
+    for held in (Tensor([1.0]), nn.Dropout(0.5)):
+        holder = Holder()
+        with pytest.raises(TypeError, match=r"parts is a .* with a .*: use a list, tuple or dict"):
+            holder.parts = container([held])
+        assert not hasattr(holder, "parts")
+    holder.parts = container(["text"])
+
+
+@pytest.mark.parametrize("name", ["count", "parameters", "train", "state_dict"])
+def test_an_attribute_with_the_name_of_a_method_is_refused(name):
+    with pytest.raises(AttributeError, match=f"{name} is a method of Module"):
+        setattr(nn.Dropout(0.5), name, 0)

@@ -154,6 +154,11 @@ class CachedLayer:
         """The number of tokens before the current ones."""
         return self._cache.length
 
+    @property
+    def appended(self) -> int:
+        """The number of tokens of this layer, with those that were appended in the current call."""
+        return self._cache._counts[self._layer]
+
     def append(self, k: Tensor, v: Tensor, snapshot: bool = False) -> tuple[Any, Any]:
         """Append keys and values (..., T, width), and return those of all tokens.
 

@@ -6,6 +6,7 @@ Axes: B batch, T tokens, C width (n_embd), V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.nn.cache import KVCache
+from tinygrad_mha.nn.contract import AttentionFactory, call_attention, find_options, make_attention
 from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Projection, Steps, check_rows, split_heads
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
@@ -157,7 +159,7 @@ class CausalSelfAttention(Module):
     is_attention = True
 
     def __init__(
-        self, config: GPTConfig, position: Position, rng: np.random.Generator, dropout_rng: np.random.Generator
+        self, config: GPTConfig, rng: np.random.Generator, position: Position, dropout_rng: np.random.Generator
     ) -> None:
         n_head, n_kv_head, width = config.n_head, config.n_kv_head or config.n_head, config.n_embd
         self.n_head, self.n_kv_head, self.d_model = n_head, n_kv_head, width
@@ -204,12 +206,12 @@ class Block(Module):
     """
 
     def __init__(
-        self, config: GPTConfig, position: Position, rng: np.random.Generator, dropout_rng: np.random.Generator
+        self, config: GPTConfig, attention: AttentionFactory, rng: np.random.Generator, dropout_rng: np.random.Generator
     ) -> None:
         self.norm_first = config.norm_first
         inner = config.n_inner or 4 * config.n_embd
         self.ln_1 = make_norm(config)
-        self.attn = CausalSelfAttention(config, position, rng, dropout_rng)
+        self.attn = attention(config, rng)
         self.ln_2 = make_norm(config)
         self.mlp = FeedForward(
             config.n_embd, inner, config.activation, config.bias, std=STD, std_out=residual_std(config), rng=rng
@@ -219,10 +221,15 @@ class Block(Module):
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """(B, T, C) -> (B, T, C); `options` are those of `CausalSelfAttention`."""
         if self.norm_first:
-            x = x + self.drop(self.attn(self.ln_1(x), **options))
+            x = x + self.drop(self._attend(self.ln_1(x), **options))
             return x + self.drop(self.mlp(self.ln_2(x)))
-        x = self.ln_1(x + self.drop(self.attn(x, **options)))
+        x = self.ln_1(x + self.drop(self._attend(x, **options)))
         return self.ln_2(x + self.drop(self.mlp(x)))
+
+    def _attend(self, x: Tensor, **options: Any) -> Tensor:
+        if type(self.attn) is CausalSelfAttention:
+            return self.attn(x, **options)
+        return call_attention(self.attn, x, **options)
 
 
 class Head(Module):
@@ -241,6 +248,11 @@ class GPT(Module):
     Args:
         config: a `GPTConfig`.
         seed: of the initial weights and, through a generator of its own, of dropout; None for different ones each time.
+        attention: makes the attention of each block, called as `attention(config, rng)`: a class or a function that
+            returns a module of your own, as docs/your_own_attention.md describes. It is tried on three tokens.
+
+    Raises:
+        TypeError, ValueError: an attention that is not as that page describes; the message says where.
 
     Attributes:
         special_ids: bos_token_id, eos_token_id and the like of config.json in a Hugging Face folder.
@@ -254,15 +266,23 @@ class GPT(Module):
         ()
     """
 
-    def __init__(self, config: GPTConfig, seed: int | None = 0) -> None:
+    def __init__(self, config: GPTConfig, seed: int | None = 0, attention: AttentionFactory | None = None) -> None:
         self.config = config
         rng, dropout_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
         self.wte = Embedding(config.vocab_size, config.n_embd, STD, rng)
-        position = config.make_position().initialize(config.n_head, config.n_embd, config.block_size, rng)
+        position = config.make_position()
+        if position.acts_on == "input" or attention is None:
+            position = position.initialize(config.n_head, config.n_embd, config.block_size, rng)
         self.wpe = position if position.acts_on == "input" else None
-        self.position = position if position.acts_on == "attention" else Position()  # one object for all blocks
+        # One object for all blocks; an attention of the user's own makes its own.
+        self.position = position if position.acts_on == "attention" and attention is None else Position()
         self.drop = Dropout(config.dropout, dropout_rng)
-        self.h = [Block(config, self.position, rng, dropout_rng) for _ in range(config.n_layer)]
+        make: AttentionFactory
+        if attention is None:
+            make = functools.partial(CausalSelfAttention, position=self.position, dropout_rng=dropout_rng)
+        else:
+            make = functools.partial(make_attention, attention)
+        self.h = [Block(config, make, rng, dropout_rng) for _ in range(config.n_layer)]
         if config.norm_first:
             self.ln_f = make_norm(config)
         shape = config.vocab_size, config.n_embd
@@ -341,6 +361,9 @@ class GPT(Module):
         idx = as_ids(idx, "idx")
         if idx.ndim not in (1, 2) or idx.shape[-1] == 0:
             raise ValueError(f"idx must be (T,) or (B, T) with at least one token, got shape {idx.shape}")
+        if cache is not None and not isinstance(cache, KVCache):
+            hint = "model.loss(idx, targets) computes the loss"
+            raise TypeError(f"cache must be a KVCache, as model.new_cache() makes, got {type(cache).__name__}; {hint}")
         if cache is not None and cache.n_layer != self.config.n_layer:
             raise ValueError(f"the cache is for {cache.n_layer} layers, the model has {self.config.n_layer}")
         start = 0 if cache is None else cache.length
@@ -350,9 +373,11 @@ class GPT(Module):
             raise ValueError(f"{length} tokens{held} are more than the context holds: block_size is {limit}")
         return idx, start
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for `forward`."""
-        return KVCache(self.config.n_layer)
+    def new_cache(self) -> KVCache | None:
+        """An empty cache for `forward`; None if the attention of a block takes none, so that nothing is cached."""
+        if all("cache" in find_options(type(block.attn).forward) for block in self.h):
+            return KVCache(self.config.n_layer)
+        return None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -401,6 +426,11 @@ class GPT(Module):
             ValueError: settings, parameters or an attention that no format has (ALiBi, say; use `save`), or a tokenizer
                 with more tokens than the model.
         """
+        own = {type(block.attn).__name__ for block in self.h} - {CausalSelfAttention.__name__}
+        if own:
+            raise ValueError(
+                f"no Hugging Face folder can hold this attention, {', '.join(sorted(own))}. Use save(path)"
+            )
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
         content = hf.Folder(self.config.to_dict(), arrays, self.special_ids, self.generation_config)

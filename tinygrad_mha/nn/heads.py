@@ -22,7 +22,7 @@ from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.tensors import Tensor, as_tensor
 
-__all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "split_heads"]
+__all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
 
 Edit = Callable[[str, Tensor], Tensor]
 
@@ -31,16 +31,22 @@ NAMES = {"q": "Q", "k": "K", "v": "V", "scores": "scores", "masked": "masked", "
 NAMES["concat"] = "Concat"
 
 
-class AttentionTrace(NamedTuple):
-    """The steps of an attention, as tensors whose `.grad` can be read after `backward`."""
+UNKNOWN: Any = None  # a step that an attention does not show
 
-    q: Tensor  # (..., T_q, d_k)
-    k: Tensor  # (..., T_k, d_k)
-    v: Tensor  # (..., T_k, d_v)
-    scores: Tensor  # (..., T_q, T_k): q k^T, scaled
-    masked: Tensor  # the scores with bias, and -inf where a query may not attend: the input of the softmax
-    weights: Tensor  # the softmax: every row sums to 1, or is 0 where no key may be attended to
-    heads: Tensor  # (..., T_q, d_v)
+
+class AttentionTrace(NamedTuple):
+    """The steps of an attention, as tensors whose `.grad` can be read after `backward`.
+
+    A step that an attention does not show to its `edit` is None.
+    """
+
+    q: Tensor = UNKNOWN  # (..., T_q, d_k)
+    k: Tensor = UNKNOWN  # (..., T_k, d_k)
+    v: Tensor = UNKNOWN  # (..., T_k, d_v)
+    scores: Tensor = UNKNOWN  # (..., T_q, T_k): q k^T, scaled
+    masked: Tensor = UNKNOWN  # the scores with bias, and -inf where a query may not attend: the input of the softmax
+    weights: Tensor = UNKNOWN  # the softmax: every row sums to 1, or is 0 where no key may be attended to
+    heads: Tensor = UNKNOWN  # (..., T_q, d_v)
     concat: Tensor | None = None  # (..., T_q, H d_v): the heads side by side; None for the function `attention`
 
 
@@ -52,15 +58,25 @@ class Steps:
         self._suffix = suffix
         self._seen: dict[str, Tensor] = {}
 
+    @property
+    def is_editing(self) -> bool:
+        """Whether it can replace tensors."""
+        return self._edit is not None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the steps of the last call."""
+        return list(self._seen)
+
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.name is None:
-            tensor.name = NAMES[name] + self._suffix
+            tensor.name = NAMES.get(name, name) + self._suffix
         self._seen[name] = tensor if self._edit is None else apply_edit(self._edit, name, tensor)
         return self._seen[name]
 
     def trace(self) -> AttentionTrace:
-        """The steps of the last call."""
-        return AttentionTrace(**self._seen)
+        """The steps of the last call that an `AttentionTrace` has."""
+        return AttentionTrace(**{name: x for name, x in self._seen.items() if name in NAMES})
 
 
 def apply_edit(edit: Edit, name: str, tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 from tinygrad_mha import ops
 from tinygrad_mha.tensors import Tensor, plain
 
-__all__ = ["causal", "combine_masks", "pad_bias", "select_head"]
+__all__ = ["allow_past", "causal", "combine_masks", "pad_bias", "select_head"]
 
 FORMS = (
     "Accepted are allow: boolean, True = may attend, of shape (T_q, T_k), (B, T_q, T_k) or (B, H, T_q, T_k); "
@@ -40,6 +40,20 @@ def causal(n_q: int, n_k: int | None = None) -> np.ndarray:
     if n_k < n_q:
         raise ValueError(f"a causal mask needs at least as many keys as queries, got {n_q} queries and {n_k} keys")
     return np.arange(n_k - n_q, n_k)[:, None] >= np.arange(n_k)
+
+
+def allow_past(q: Any, k: Any, key_allow: Any = None) -> np.ndarray | None:
+    """The causal mask for queries q (..., T_q, d) at the end of keys k (..., T_k, d), with padding hidden.
+
+    Args:
+        q, k: (H, T, d) or (B, H, T, d).
+        key_allow: boolean (B, T_k), False for padding.
+
+    Returns:
+        What `ops.attend` takes as `allow`: boolean, broadcasts to the scores; None if nothing is hidden.
+    """
+    axes = q.shape[0] if q.ndim == 4 else None, q.shape[-3], q.shape[-2], k.shape[-2]
+    return combine_masks(None, key_allow, True, axes)
 
 
 def combine_masks(allow: Any, key_allow: Any, is_causal: bool, axes: Axes) -> np.ndarray | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
@@ -92,8 +93,15 @@ class Module:
         return modes.scope(Scope(self._name, kind, weakref.ref(self), self.notation, self.is_attention, self.detail))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        held = self.__dict__.get(name)
+        if isinstance(held, Tensor) and not isinstance(value, (Tensor, Module, type(None))):
+            hint = f"{name}.assign_(array) writes numbers into it"
+            raise TypeError(f"{name} is a tensor of {type(self).__name__}, not a {type(value).__name__}; {hint}")
+        if name != "forward" and callable(getattr(Module, name, None)):
+            raise AttributeError(f"{name} is a method of Module: choose another name for this attribute")
+        contents = list(walk(value, name, enter_modules=False))
         object.__setattr__(self, name, value)
-        for path, found in walk(value, name, enter_modules=False):
+        for path, found in contents:
             if isinstance(found, Module):
                 object.__setattr__(found, "_name", path)
 
@@ -285,7 +293,10 @@ def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tupl
         if isinstance(value, (Tensor, np.random.Generator)):
             yield path, value
             continue
-        if not isinstance(value, (Module, dict, list, tuple)) or id(value) in entered:
+        if not isinstance(value, (Module, dict, list, tuple)):
+            check_holds_nothing(path, value)
+            continue
+        if id(value) in entered:
             continue
         entered.add(id(value))
         if isinstance(value, Module):
@@ -296,6 +307,17 @@ def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tupl
         else:
             held = value.items() if isinstance(value, dict) else enumerate(value)
         stack.extend(reversed([(f"{path}.{key}" if path else str(key), inner) for key, inner in held]))
+
+
+def check_holds_nothing(path: str, value: Any) -> None:
+    """Raise TypeError if a set, deque or object array holds tensors or modules, which would not be found there."""
+    is_object_array = isinstance(value, np.ndarray) and value.dtype == object
+    if is_object_array or isinstance(value, (set, frozenset, deque)):
+        kinds = [
+            type(x).__name__ for x in (value.flat if is_object_array else value) if isinstance(x, (Tensor, Module))
+        ]
+        if kinds:
+            raise TypeError(f"{path} is a {type(value).__name__} with a {kinds[0]}: use a list, tuple or dict for it")
 
 
 def first_names(pairs: Any) -> dict[str, Any]:

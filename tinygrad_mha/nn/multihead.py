@@ -237,8 +237,8 @@ class MultiHeadAttention(Module):
             causal: also allow no key that comes after the query.
             cache: a `KVCache` (or the layer `cache[i]` of one): the keys and values of x are appended to it, and all
                 that it holds is attended to. Only with gradients off.
-            positions: for rotary positions, the positions of x: integers (T_q,) or (B, T_q). Unless given they
-                continue after the cache.
+            positions: of the tokens of x, integers (T_q,) or (B, T_q). Unless given they continue after the cache.
+                Only rotary positions use them.
             trace: also return an `AttentionTrace`.
             edit: called with the name of each field of the trace and its tensor; what it returns replaces it.
 
@@ -293,9 +293,7 @@ class MultiHeadAttention(Module):
         return Memory(k, split_heads(ops.linear(memory, self.wv, self.bv), self.n_kv_head))
 
     def _check_input(self, x: Any, memory: Any, cache: Any, positions: Any) -> Tensor:
-        if positions is not None and not self.position.rotates:
-            raise ValueError(f"positions are for rotary positions, this attention has {self.position!r}")
-        if memory is not None and (cache is not None or self.position.name != "none"):
+        if memory is not None and (cache is not None or positions is not None or self.position.name != "none"):
             raise ValueError("positions and a cache count the tokens of x; cross-attention (memory=) takes neither")
         return check_rows(x, self.d_model, positions)
 

@@ -85,6 +85,8 @@ def heatmap(
 
 def as_weights(weights: Any) -> np.ndarray:
     """Weights in any accepted form as (L, H, T_q, T_k)."""
+    if isinstance(weights, AttentionTrace) and weights.weights is None:
+        raise ValueError('this attention did not show its weights: its forward must call edit("weights", weights)')
     if isinstance(weights, AttentionTrace):
         array = plain(weights.weights)
         if array.ndim == 4 and len(array) != 1:

@@ -1,0 +1,215 @@
+"""An attention of a user's own in a GPT: what it takes and gives, and what is refused with the reason."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha import nn, ops
+
+SIZES = {"vocab_size": 11, "block_size": 13, "n_layer": 2, "n_head": 2, "n_embd": 6}
+GUIDE = "docs/your_own_attention.md"
+
+
+class Gain(nn.Module):
+    """Composed of ours: the scores of each head times a learned gain."""
+
+    def __init__(self, config, rng):
+        position = config.make_position() if config.make_position().acts_on == "attention" else None
+        self.mha = nn.MultiHeadAttention(config.n_embd, config.n_head, position=position, rng=rng)
+        self.gain = tg.Tensor(np.full((config.n_head, 1, 1), 1.5), requires_grad=True)
+
+    def forward(self, x, edit=None, **options):
+        def change(name, tensor):
+            tensor = tensor * self.gain if name == "scores" else tensor
+            return tensor if edit is None else edit(name, tensor)
+
+        return self.mha(x, causal=True, edit=change, **options)
+
+
+class Linear(nn.Module):
+    """From primitives: weights that are proportional to elu(scores) + 1 instead of their exponentials."""
+
+    is_attention = True
+
+    def __init__(self, config, rng):
+        self.n_head = config.n_head
+        self.q, self.k, self.v, self.o = (nn.Linear(config.n_embd, config.n_embd, rng=rng) for _ in range(4))
+
+    def forward(self, x, cache=None, positions=None, key_allow=None, edit=None):
+        show = edit or (lambda name, tensor: tensor)
+        q, k, v = (nn.split_heads(project(x), self.n_head) for project in (self.q, self.k, self.v))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        q, k, v = show("q", q), show("k", k), show("v", v)
+        scores = show("scores", q @ k.mT / q.shape[-1] ** 0.5)
+        allow = nn.allow_past(q, k, key_allow)
+        positive = ops.sigmoid(scores) if allow is None else ops.where(allow, ops.sigmoid(scores), 0.0)
+        weights = show("weights", positive / (positive.sum(axis=-1, keepdims=True) + 1e-6))
+        return self.o(show("concat", nn.join_heads(show("heads", weights @ v))))
+
+
+OWN = [Gain, Linear]
+
+
+def make(attention, **settings):
+    return nn.GPT(nn.GPTConfig(**{**SIZES, **settings}), seed=0, attention=attention)
+
+
+@pytest.mark.parametrize("attention", OWN)
+def test_a_cache_and_batches_of_different_lengths_give_what_one_prompt_gives_without(attention):
+    model, prompts = make(attention), [[3, 1, 4, 1, 5], [9], [2, 6]]
+    alone = [tg.generate(model, p, 5, temperature=0, use_cache=False)[0] for p in prompts]
+    for use_cache in (True, False):
+        rows = tg.generate(model, prompts, 5, temperature=0, use_cache=use_cache)
+        assert [row.tolist() for row in rows] == [row.tolist() for row in alone]
+
+
+@pytest.mark.parametrize("position", ["rotary", "alibi", "relative"])
+def test_a_composition_uses_the_scheme_of_the_configuration(position):
+    model = make(Gain, position=position, n_embd=8)
+    rows = [tg.generate(model, [[3, 1, 4], [2]], 5, temperature=0, use_cache=use_cache) for use_cache in (True, False)]
+    assert [row.tolist() for row in rows[0]] == [row.tolist() for row in rows[1]]
+
+
+@pytest.mark.parametrize("attention", OWN)
+def test_it_trains_saves_copies_and_is_checked(attention, tmp_path, rng):
+    model = make(attention)
+    ids = rng.integers(0, 11, (3, 8))
+    optimizer = tg.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    model.save(tmp_path / "model.safetensors")
+    other = nn.GPT(model.config, seed=7, attention=attention)
+    other.load(tmp_path / "model.safetensors")
+    for same in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        np.testing.assert_array_equal(same(ids).data, model(ids).data)
+    exact, x = copy.deepcopy(model.h[1].attn).astype(np.float64), rng.standard_normal((5, 6))
+    cotangent = rng.standard_normal((5, 6))
+    tg.gradcheck(lambda x: (exact(x) * cotangent).sum(), x)
+
+
+def test_a_trace_and_edits_see_its_own_numbers():
+    model = make(Linear)
+    logits, trace = model([[3, 1, 4, 1, 5]], trace=True)
+    steps = trace.attention[1]
+    np.testing.assert_array_equal(logits.data, model([[3, 1, 4, 1, 5]]).data)
+    expected = np.tril(ops.sigmoid(steps.scores.numpy()))
+    expected /= expected.sum(axis=-1, keepdims=True) + 1e-6
+    np.testing.assert_allclose(steps.weights.data, expected, rtol=1e-5)
+    assert steps.masked is None  # it has no such step
+    names = []
+    model([3, 1], edit=lambda name, tensor: (names.append(name), tensor)[1])
+    assert names[:7] == [f"h.0.{name}" for name in ("q", "k", "v", "scores", "weights", "heads", "concat")]
+    without = model([3, 1, 4], edit=lambda name, t: t * 0.0 if name == "h.1.heads" else t)
+    assert not np.allclose(without.data, model([3, 1, 4]).data)
+
+
+def test_the_graph_shows_the_own_module():
+    model = make(Linear)
+    graph = tg.graph(model([[3, 1, 4]]), depth=3)
+    assert "Linear" in graph.dot
+
+
+def own(forward):
+    """A factory of modules with this forward."""
+
+    class Own(nn.Module):
+        def __init__(self, config, rng):
+            self.w = tg.Tensor(rng.standard_normal((config.n_embd, config.n_embd)), requires_grad=True)
+
+    Own.forward = forward
+    return Own
+
+
+def bad_batch(self, x):
+    return x * 2.0 if x.ndim == 3 else x * 1.0
+
+
+def pads_count(self, x, key_allow=None):
+    total = (np.tri(x.shape[-2], dtype=np.float32) @ x) if x.ndim == 2 else x * 1.0
+    return total if x.ndim == 2 else ops.matmul(np.tri(x.shape[-2], dtype=np.float32), x)
+
+
+REFUSED = [
+    (lambda config, rng: None, TypeError, "must return a Module, got a NoneType"),
+    (lambda config: None, TypeError, r"is called as attention\(config, rng\): too many positional arguments"),
+    (nn.MultiHeadAttention(6, 2), TypeError, "must be a class or function, .* got a MultiHeadAttention"),
+    (lambda config, rng: nn.MultiHeadAttention(6, 2, rng=rng), ValueError, "lets a token see later ones"),
+    (own(lambda self, x: (x, x)), TypeError, "returned a tuple, not one Tensor"),
+    (own(lambda self, x: x.numpy()), TypeError, "returned a ndarray, not one Tensor"),
+    (own(lambda self, x: x[..., :3]), ValueError, r"must return the shape of its input, \(3, 6\), got \(3, 3\)"),
+    (own(lambda self, x: x * np.ones(6)), TypeError, "must return the dtype of its input, float32, got float64"),
+    (own(lambda self, x: x.concat(x)), ValueError, "fails on 3 tokens: AttributeError"),
+    (own(lambda self, x, **options: x @ self.w), ValueError, "must call cache.append once .* holds 0 tokens"),
+    (own(bad_batch), ValueError, "different numbers for a batch of one sequence"),
+    (own(pads_count), ValueError, "declares key_allow, but a padding token in front changes its result"),
+]
+
+
+@pytest.mark.parametrize(("attention", "error", "message"), REFUSED)
+def test_a_missed_contract_is_refused_when_the_model_is_made(attention, error, message):
+    with pytest.raises(error, match=message) as raised:
+        make(attention)
+    assert GUIDE in str(raised.value)
+
+
+def test_a_scheme_of_the_configuration_that_the_attention_leaves_out_is_refused():
+    with pytest.raises(ValueError, match="does not hold the scheme of position=.alibi.: give it"):
+        make(Linear, position="alibi")
+
+
+def test_a_forward_of_x_alone_generates_without_a_cache_and_refuses_the_rest():
+    model = make(own(lambda self, x: x @ self.w))
+    assert tg.generate(model, [1, 2, 3], 3, temperature=0).shape == (1, 6)
+    assert model([1, 2], trace=True)[1].attention[0] == nn.AttentionTrace()
+    with pytest.raises(ValueError, match="takes no cache: declare cache"), tg.no_grad():
+        model([1, 2], cache=nn.KVCache(2))
+    with pytest.raises(ValueError, match="takes no key_allow"):
+        tg.generate(model, [[1, 2], [3]], 3)
+    with pytest.raises(ValueError, match="takes no edit"):
+        model([1, 2], edit=lambda name, tensor: tensor)
+    with pytest.raises(ValueError, match="did not show its weights"):
+        tg.viz.heatmap(model([1, 2], trace=True)[1])
+
+
+def test_an_edit_that_is_declared_and_ignored_is_refused():
+    model = make(own(lambda self, x, edit=None: x @ self.w))
+    with pytest.raises(ValueError, match="ignores edit"):
+        model([1, 2], edit=lambda name, tensor: tensor)
+
+
+def test_no_hugging_face_folder_holds_it(tmp_path):
+    with pytest.raises(ValueError, match=r"no Hugging Face folder can hold this attention, Gain\. Use save"):
+        make(Gain).save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_the_check_disturbs_nothing():
+    class Noisy(Gain):
+        def __init__(self, config, rng):
+            super().__init__(config, rng)
+            self.rng, self.calls = rng, 0
+
+        def forward(self, x, **options):
+            self.rng.standard_normal()
+            self.calls += 1
+            return super().forward(x, **options)
+
+    model = make(Noisy)
+    assert model.h[0].attn.calls == 0
+    for name, tensor in make(Gain).state_dict().items():
+        np.testing.assert_array_equal(tensor, model.state_dict()[name])
+
+
+def test_targets_in_the_place_of_the_cache_are_refused_with_the_right_call():
+    with pytest.raises(TypeError, match=r"cache must be a KVCache.*model\.loss\(idx, targets\)"):
+        nn.GPT(nn.GPTConfig(**SIZES))([[1, 2]], [[2, 3]])

@@ -1,0 +1,161 @@
+"""What a GPT asks of its attention: `make_attention` makes and tries it, `call_attention` calls it.
+
+An attention is a module whose `forward(x)` returns a Tensor of the shape of x, (T, C) or (B, T, C). Of the keywords in
+OPTIONS, `forward` declares those that it supports; `**options` declares all. docs/your_own_attention.md describes them
+
+Axes: B batch, T tokens, T_k keys, C width (n_embd).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.modes import no_grad
+from tinygrad_mha.nn.cache import KVCache
+from tinygrad_mha.nn.heads import Steps
+from tinygrad_mha.nn.module import Module
+from tinygrad_mha.tensors import Tensor
+
+__all__ = ["OPTIONS", "AttentionFactory", "call_attention", "check_attention", "find_options", "make_attention"]
+
+AttentionFactory = Callable[[Any, np.random.Generator], Module]
+"""Called as `factory(config, rng)` for each block; returns its attention."""
+
+OPTIONS = {
+    "cache": "k, v = cache.append(k, v) returns those of all tokens",
+    "positions": "",  # an attention may leave out positions: then they have no effect in it
+    "key_allow": "it hides the padding of batches with rows of different lengths",
+    "edit": "call it as tensor = edit(name, tensor) for each step that can be edited",
+}
+GUIDE = "docs/your_own_attention.md shows what an attention in a GPT takes and gives"
+TOLERANCE = 1e-3  # relative to the largest element: float32, and different orders of summation
+
+
+def describe_fault(attention: Any, fault: str) -> str:
+    return f"the attention of this GPT, {type(attention).__name__}, {fault}. {GUIDE}"
+
+
+@functools.lru_cache
+def find_options(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names in OPTIONS that a `forward` declares."""
+    parameters = inspect.signature(forward).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return frozenset(OPTIONS) if takes_all else frozenset(OPTIONS).intersection(p.name for p in parameters)
+
+
+def call_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
+    """`attention(x)` with those of `options` that it declares.
+
+    Raises:
+        ValueError: an option that is needed and that it does not declare or ignores, or an output of another shape.
+        TypeError: an output that is not a Tensor.
+    """
+    supported = find_options(type(attention).forward)
+    cache, steps = options.get("cache"), options.get("edit")
+    steps = options["edit"] = steps if steps is None or isinstance(steps, Steps) else Steps(steps)
+    for name, hint in OPTIONS.items():
+        is_needed = hint and options.get(name) is not None and (name != "edit" or options[name].is_editing)
+        if is_needed and name not in supported:
+            raise ValueError(describe_fault(attention, f"takes no {name}: declare {name} in its forward ({hint})"))
+    n = 0 if cache is None else cache.length + x.shape[-2]
+    y = attention(x, **{name: value for name, value in options.items() if name in supported})
+    if not isinstance(y, Tensor):
+        raise TypeError(describe_fault(attention, f"returned a {type(y).__name__}, not one Tensor"))
+    if y.shape != x.shape:
+        raise ValueError(describe_fault(attention, f"must return the shape of its input, {x.shape}, got {y.shape}"))
+    if y.dtype != x.dtype:
+        fault = (
+            f"must return the dtype of its input, {x.dtype}, got {y.dtype}: convert its constants by astype(x.dtype)"
+        )
+        raise TypeError(describe_fault(attention, fault))
+    if cache is not None and cache.appended != n:
+        fault = f"must call cache.append once with the keys and values of x: the cache holds {cache.appended} tokens"
+        raise ValueError(describe_fault(attention, f"{fault} afterwards, not {n}"))
+    if steps is not None and steps.is_editing and not steps.names:
+        raise ValueError(describe_fault(attention, f"ignores edit: {OPTIONS['edit']}"))
+    return y
+
+
+def make_attention(factory: AttentionFactory, config: Any, rng: np.random.Generator) -> Module:
+    """`factory(config, rng)`, converted to float32 and checked.
+
+    Raises:
+        TypeError: the factory cannot be called so, or returns no Module.
+        ValueError: the attention leaves out the positional scheme of `config`, or `check_attention` refuses it.
+    """
+    if isinstance(factory, Module) or not callable(factory):
+        got = f"a {type(factory).__name__}"
+        raise TypeError(f"attention must be a class or function, called as attention(config, rng); got {got}. {GUIDE}")
+    with contextlib.suppress(ValueError):  # a function without a signature
+        try:
+            inspect.signature(factory).bind(config, rng)
+        except TypeError as error:
+            raise TypeError(f"attention is called as attention(config, rng): {error}. {GUIDE}") from error
+    attention = factory(config, rng)
+    if not isinstance(attention, Module):
+        raise TypeError(f"attention(config, rng) must return a Module, got a {type(attention).__name__}. {GUIDE}")
+    position = config.make_position()
+    has_scheme = any(type(module) is type(position) for _, module in attention.named_modules())
+    if position.acts_on == "attention" and position.name != "none" and not has_scheme:
+        fault = f"does not hold the scheme of position={position.name!r}: give it config.make_position(), or set"
+        raise ValueError(describe_fault(attention, f'{fault} position="none" and let it do positions by itself'))
+    attention.astype(np.float32)
+    check_attention(attention, config.n_embd, config.block_size)
+    return attention
+
+
+def check_attention(attention: Module, width: int, block_size: int) -> None:
+    """Try a new attention on up to three random tokens; raise an error that names the first thing that is wrong.
+
+    A copy runs in eval mode, so nothing of the attention changes, its random generators included.
+
+    Raises:
+        TypeError: it returns no Tensor.
+        ValueError: it fails, returns another shape, lets tokens see later ones, or ignores an option that it declares.
+    """
+    attention = copy.deepcopy(attention).eval()
+    n = min(3, block_size)
+    x = np.random.default_rng(0).standard_normal((n + 1, width)).astype(np.float32)
+    try:
+        with no_grad():
+            compare_calls(attention, x)
+    except Exception as error:
+        if GUIDE in str(error):
+            raise
+        fault = f"fails on {n} tokens: {type(error).__name__}: {error}"
+        raise ValueError(describe_fault(attention, fault)) from error
+
+
+def compare_calls(attention: Module, x: np.ndarray) -> None:
+    """Compare calls that must agree. x is (n + 1, C); its last row is used as padding."""
+    padding, x = x[-1:], x[:-1]
+    n, places = len(x), np.arange(len(x))
+    supported = find_options(type(attention).forward)
+
+    def run(rows: np.ndarray, start: int = 0, **options: Any) -> np.ndarray:
+        options = {"positions": places[start : start + rows.shape[-2]], **options}
+        return call_attention(attention, Tensor(rows), **options).numpy()
+
+    def compare(y: np.ndarray, fault: str) -> None:
+        if not np.allclose(y, whole[: len(y)], rtol=TOLERANCE, atol=TOLERANCE * np.abs(whole).max(), equal_nan=True):
+            raise ValueError(describe_fault(attention, fault))
+
+    whole = run(x)
+    compare(run(x[None])[0], "returns different numbers for a batch of one sequence than for the sequence")
+    for m in range(1, n):
+        compare(run(x[:m]), "lets a token see later ones: hide them (causal=True, or allow=nn.causal(T_q, T_k))")
+    if "key_allow" in supported:
+        rows, key_allow = np.concatenate([padding, x])[None], np.arange(n + 1)[None] > 0
+        padded = run(rows, key_allow=key_allow, positions=np.maximum(np.arange(n + 1) - 1, 0)[None])
+        compare(padded[0, 1:], "declares key_allow, but a padding token in front changes its result")
+    if "cache" in supported:
+        cache = KVCache()
+        parts = [run(x[t : t + 1], t, cache=cache[0]) for t in range(n)]
+        compare(np.concatenate(parts), "declares cache, but returns different numbers with it than without it")
