@@ -426,11 +426,6 @@ class GPT(Module):
             ValueError: settings, parameters or an attention that no format has (ALiBi, say; use `save`), or a tokenizer
                 with more tokens than the model.
         """
-        own = {type(block.attn).__name__ for block in self.h} - {CausalSelfAttention.__name__}
-        if own:
-            raise ValueError(
-                f"no Hugging Face folder can hold this attention, {', '.join(sorted(own))}. Use save(path)"
-            )
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
         content = hf.Folder(self.config.to_dict(), arrays, self.special_ids, self.generation_config)
