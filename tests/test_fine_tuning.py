@@ -195,6 +195,15 @@ def test_a_run_that_died_resumes_with_the_model_in_any_state(make, tmp_path):
     assert contents(tmp_path / "died") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("config", ["finetune", "tiny", preset("tiny"), TrainConfig(warmup=1), None])
+@pytest.mark.parametrize("again", [True, False], ids=["passed", "rebuilt"])
+def test_the_same_call_resumes_a_run(config, again, tmp_path):
+    options = {"config": config, "block_size": 5, "eval_batches": 1, "sample_interval": 0}
+    tune(tmp_path, make_gpt(), steps=1, **options)
+    run = tune(tmp_path, make_gpt() if again else None, steps=2, resume=True, **options)
+    assert (run.step, run.config.block_size, run.config.n_layer) == (2, 5, 2)
+
+
 @pytest.mark.parametrize("make", [make_gpt, make_frozen_gpt])
 def test_a_gpt_is_rebuilt_when_its_run_is_resumed(make, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"

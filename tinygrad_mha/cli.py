@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,15 +99,8 @@ def add_train(commands: Any) -> None:
     option("--config", choices=sorted(PRESETS), help=text)
     option("--steps", type=int, help="number of updates")
     option("--seed", type=int, help="of weights, data, dropout and samples (default 0)")
-    names = ", ".join(list_option_names())
-    option(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help=f"any option of the configuration: {names}",
-    )
+    text = f"any option of the configuration: {', '.join(list_option_names())}"
+    option("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
     option("--resume", action="store_true", help="continue the run in DIR, or start it")
     option("--quiet", action="store_true", help="print only the result")
     option("--json", action="store_true", help="print one JSON object per event")
@@ -147,10 +141,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name.strip().replace("-", "_"), ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name.strip().replace("-", "_"), value
+    with suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(value)
+    return name.strip().replace("-", "_"), value
 
 
 # --------------------------------------------------------------------------------------------------------------------
