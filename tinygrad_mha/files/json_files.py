@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tinygrad_mha.files.atomic import replacing
 
 __all__ = ["CheckpointError", "parse_json", "read_json", "write_json"]
@@ -59,5 +61,11 @@ def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], indent: int | None = 1) -> None:
     """Write a JSON object atomically. Arrays and numbers of NumPy are written as lists and numbers."""
     with replacing(path) as temporary:
-        text = json.dumps(content, indent=indent, default=lambda value: value.tolist())
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(json.dumps(content, indent=indent, default=to_plain), encoding="utf-8")
+
+
+def to_plain(value: Any) -> Any:
+    """An array or number of NumPy as a list or number."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"JSON has no {type(value).__name__}: {value!r}")
