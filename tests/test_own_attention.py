@@ -1,7 +1,10 @@
 """An attention of a user's own in a GPT: what it takes and gives, and what is refused with the reason."""
 
+import base64
 import copy
+import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -213,3 +216,102 @@ def test_the_check_disturbs_nothing():
 def test_targets_in_the_place_of_the_cache_are_refused_with_the_right_call():
     with pytest.raises(TypeError, match=r"cache must be a KVCache.*model\.loss\(idx, targets\)"):
         nn.GPT(nn.GPTConfig(**SIZES))([[1, 2]], [[2, 3]])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The walkthrough
+
+
+class Talking(nn.Module):
+    """The heads' scores are mixed before the softmax (talking heads); the mixture is the identity at first."""
+
+    def __init__(self, config, rng):
+        self.mha = nn.MultiHeadAttention(config.n_embd, config.n_head, n_kv_head=config.n_kv_head, rng=rng)
+        self.mix = tg.Tensor(np.eye(config.n_head), requires_grad=True, name="mix")
+
+    def forward(self, x, edit=None, **options):
+        def change(name, tensor):
+            if name == "scores":
+                tensor = ops.einsum("hg,...gqk->...hqk", self.mix, tensor)
+            return tensor if edit is None else edit(name, tensor)
+
+        return self.mha(x, causal=True, edit=change, **options)
+
+
+def equations(page, head=0):
+    texts = [text for step in read_page(page)["walks"][head] for text in (*step["forward"], *step["backward"])]
+    return {text.partition(" = ")[0]: text.replace("\u2060", "").replace("\u00a0", " ") for text in texts}
+
+
+def read_page(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.DOTALL)[1])
+
+
+def values_of(page):
+    values = {}
+    for name, matrix in read_page(page)["matrices"].items():
+        ((kind, text),) = matrix["values"].items()
+        values[name] = np.frombuffer(base64.b64decode(text), "<" + kind).reshape(matrix["rows"], matrix["columns"])
+    return values
+
+
+FIELDS = {"Q": "q", "K": "k", "V": "v", "scores": "scores", "masked": "masked", "S": "weights", "H": "heads"}
+
+
+@pytest.mark.parametrize("attention", [*OWN, Talking])
+def test_the_walkthrough_of_a_gpt_shows_the_numbers_of_its_own_attention(attention):
+    model, ids = make(attention), [3, 1, 4, 1, 5]
+    page = tg.walkthrough(model, ids, layer=1)
+    logits, trace = model(ids, trace=True)
+    tg.ops.cross_entropy(logits[:-1], ids[1:]).backward()
+    values = values_of(page)
+    for title, field in FIELDS.items():
+        step = getattr(trace.attention[1], field)
+        assert (step is None) == (f"{title}_1" not in values)
+        for head in range(2 if step is not None else 0):
+            np.testing.assert_allclose(values[f"{title}_{head + 1}"], step.data[head], rtol=1e-4, atol=1e-6)
+    assert all(step["agrees"] for step in read_page(page)["decode"])
+
+
+def test_its_equations_are_read_from_its_run():
+    shown = equations(tg.walkthrough(make(Gain), [3, 1, 4, 1, 5]), head=1)
+    assert shown["Q_2"] == "Q_2 = X @ W_Q_2"
+    assert shown["scores_2"] == "scores_2 = Q_2 @ K_2ᵀ / √3 * gain_2"
+    assert shown["∂Q_2"] == "∂Q_2 = ∂scores_2 * gain_2 / √3 @ K_2"
+    assert shown["Concat"] == "Concat = H_1 | H_2"
+    shown = equations(tg.walkthrough(make(Linear), [3, 1, 4, 1, 5]))
+    assert "masked_1" not in shown
+    positive = "where(condition 5×5, sigmoid({}), 0)"
+    first, again = positive.format(" scores_1 "), positive.format("scores_1")
+    assert shown["S_1"] == f"S_1 = {first} / (row sum({again}) + 1e−6)"
+
+
+def test_heads_that_depend_on_each_other_are_shown_together_although_their_numbers_agree():
+    page = tg.walkthrough(make(Talking), [3, 1, 4, 1, 5])
+    shown = equations(page)
+    assert all(part in shown["scores_1"] for part in ("Q_1", "K_1", "Q_2", "K_2", "mix"))
+
+
+def test_keys_that_heads_share_are_shown(rng):
+    page = tg.walkthrough(make(Talking, n_embd=8, n_head=4, n_kv_head=2), [3, 1, 4, 1, 5])
+    assert {"K_1", "K_2", "H_4"} <= set(values_of(page))
+    assert "K_3" not in values_of(page)
+
+
+def test_an_attention_by_itself_is_shown_too(rng):
+    page = tg.walkthrough(Gain(nn.GPTConfig(**SIZES), 0), rng.standard_normal((5, 6)))
+    assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √3 * gain_1"
+    with pytest.raises(ValueError, match="causal by itself"):
+        tg.walkthrough(Gain(nn.GPTConfig(**SIZES), 0), rng.standard_normal((5, 6)), causal=False)
+
+
+def test_a_walkthrough_without_the_steps_it_needs_says_which_are_missing():
+    class Silent(Linear):
+        def forward(self, x, edit=None, **options):
+            show = edit or (lambda name, tensor: tensor)
+            return super().forward(x, edit=lambda name, t: show(name, t) if name in ("q", "heads") else t, **options)
+
+    with pytest.raises(ValueError, match=r"Silent does not show k, v, weights\. Let its forward call .*edit\(name"):
+        tg.walkthrough(make(Silent), [1, 2, 3])
+    with pytest.raises(ValueError, match=r"Own does not show q, k, v, weights, heads"):
+        tg.walkthrough(make(own(lambda self, x: x @ self.w)), [1, 2, 3])

@@ -23,7 +23,15 @@ from tinygrad_mha.nn.heads import Steps
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 
-__all__ = ["OPTIONS", "AttentionFactory", "call_attention", "check_attention", "find_options", "make_attention"]
+__all__ = [
+    "GUIDE",
+    "OPTIONS",
+    "AttentionFactory",
+    "call_attention",
+    "check_attention",
+    "find_options",
+    "make_attention",
+]
 
 AttentionFactory = Callable[[Any, np.random.Generator], Module]
 """Called as `factory(config, rng)` for each block; returns its attention."""
@@ -147,7 +155,8 @@ def compare_calls(attention: Module, x: np.ndarray) -> None:
         if not np.allclose(y, whole[: len(y)], rtol=TOLERANCE, atol=TOLERANCE * np.abs(whole).max(), equal_nan=True):
             raise ValueError(describe_fault(attention, fault))
 
-    whole = run(x)
+    whole = call_attention(attention, Tensor(x)).numpy()
+    compare(run(x), "declares positions, but without them its tokens do not stand at 0, 1, 2, ...")
     compare(run(x[None])[0], "returns different numbers for a batch of one sequence than for the sequence")
     for m in range(1, n):
         compare(run(x[:m]), "lets a token see later ones: hide them (causal=True, or allow=nn.causal(T_q, T_k))")

@@ -97,7 +97,7 @@ class Module:
         if isinstance(held, Tensor) and not isinstance(value, (Tensor, Module, type(None))):
             hint = f"{name}.assign_(array) writes numbers into it"
             raise TypeError(f"{name} is a tensor of {type(self).__name__}, not a {type(value).__name__}; {hint}")
-        if name != "forward" and callable(getattr(Module, name, None)):
+        if name != "forward" and callable(vars(Module).get(name)):
             raise AttributeError(f"{name} is a method of Module: choose another name for this attribute")
         contents = list(walk(value, name, enter_modules=False))
         object.__setattr__(self, name, value)

@@ -24,6 +24,7 @@ from tinygrad_mha import modes
 from tinygrad_mha.arguments import check_choice
 from tinygrad_mha.files import replacing
 from tinygrad_mha.nn import GPT, Module
+from tinygrad_mha.nn.contract import find_options
 from tinygrad_mha.viz.page.equations import Json
 from tinygrad_mha.viz.page.measure import MOST_PARAMETER_ROWS, collect, name_tokens, prepare_attention, prepare_layer
 
@@ -83,8 +84,9 @@ def walkthrough(
     the recorded run. The layer runs as a copy in eval mode; the original is not changed.
 
     Args:
-        mha: the attention, or a GPT of which one layer is shown. Another module is accepted if it has a method
-            `per_head` as `MultiHeadAttention` has, which names its matrices X, Q_1, K_1, V_1, ..., H_1, Concat, Y.
+        mha: the attention, or a GPT of which one layer is shown. Another module is accepted if its forward shows the
+            steps q, k, v, weights and heads to `edit` (docs/your_own_attention.md), or if it has a method `per_head` as
+            `MultiHeadAttention` has, which names its matrices X, Q_1, K_1, V_1, ..., H_1, Concat, Y.
         x: its input, (T, d_model) or (1, T, d_model); for a GPT the token ids, integers (T,) or (1, T).
         tokens: names of the T rows; by default the ids, or 1, 2, ...
         causal: whether a token attends only to itself and to earlier tokens.
@@ -109,10 +111,9 @@ def walkthrough(
     with modes.enable_grad(), np.errstate(all="ignore"):
         if isinstance(mha, GPT):
             subject = prepare_layer(mha, x, 0 if layer is None else layer, grad)
-        elif not hasattr(mha, "per_head"):
-            raise TypeError(
-                f"expected a MultiHeadAttention or a GPT, or a module with a method per_head; got {type(mha).__name__}"
-            )
+        elif not (isinstance(mha, Module) and (hasattr(mha, "per_head") or "edit" in find_options(type(mha).forward))):
+            expected = "a MultiHeadAttention or a GPT, or a module with a method per_head or a forward that takes edit"
+            raise TypeError(f"expected {expected}; got {type(mha).__name__}")
         elif layer is not None:
             raise ValueError(f"layer={layer} selects a layer of a GPT, but this is one attention by itself")
         else:

@@ -18,11 +18,13 @@ from tinygrad_mha import engine, modes, ops, transforms
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.decoding import count_multiply_adds
 from tinygrad_mha.nn import GPT, KVCache
+from tinygrad_mha.nn.contract import call_attention
 from tinygrad_mha.nn.heads import NAMES
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 from tinygrad_mha.viz.diagram.record import record_backward
 from tinygrad_mha.viz.page.equations import Json, write_walks
+from tinygrad_mha.viz.page.heads import HeadByHead
 
 __all__ = ["MOST_PARAMETER_ROWS", "Subject", "collect", "name_tokens", "prepare_attention", "prepare_layer"]
 
@@ -49,7 +51,7 @@ class Recorder(Module):
         self.module = module
 
     def forward(self, x: Tensor, **options: Any) -> Any:
-        y = self.module(x, **options)
+        y = call_attention(self.module, x, **options)
         self.last = x, y
         return y
 
@@ -65,7 +67,13 @@ def copy_for_run(module: AnyModule) -> AnyModule:
 
 def prepare_attention(attention: Module, x: Any, grad: Any) -> Subject:
     """An attention by itself."""
-    return Subject(copy_for_run(attention), check_sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)"), grad, {})
+    x = check_sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)")
+    return Subject(add_per_head(copy_for_run(attention)), x, grad, {})
+
+
+def add_per_head(attention: Module) -> Module:
+    """The attention itself if it computes head by head, else one that its recorded run gives."""
+    return attention if hasattr(attention, "per_head") else HeadByHead(attention)
 
 
 def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
@@ -84,7 +92,7 @@ def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
         loss = ops.cross_entropy(logits[:-1], idx[1:])
         grad = transforms.grad(loss, y)[0].numpy()
         facts |= {"loss": "next_token", "loss_value": as_json_number(loss.numpy())}
-    return Subject(attention, x.numpy(), grad, facts)
+    return Subject(add_per_head(attention), x.numpy(), grad, facts)
 
 
 def check_sequence(x: Any, ndim: int, expected: str) -> np.ndarray:
@@ -131,7 +139,7 @@ def collect(subject: Subject, tokens: list[str], causal: bool) -> Json:
     check_forward(attention, x, y.grad, options)
     walks, matrices = write_walks(record_backward(y), name_tensors(y, attention), len(x))
     reached = {title for title, matrix in matrices.items() if matrix["kind"] != "constant"}
-    has_cache = causal and accepts(attention.forward, "cache")
+    has_cache = causal and accepts(attention.forward, "cache") and getattr(attention, "takes_cache", True)
     widths = {"d_model": x, "d_k": matrices["Q_1"]["values"], "d_v": matrices["V_1"]["values"], "d_out": y}
     facts = {"loss": "given", "dtype": str(y.dtype)} | {name: a.shape[1] for name, a in widths.items()} | facts
     return {
