@@ -15,9 +15,9 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 from matplotlib import font_manager  # noqa: E402 (after the check that it is there)
 from matplotlib.text import Text  # noqa: E402
 
-from tinygrad_mha.training.report import running_mean  # noqa: E402
 from tinygrad_mha.viz.diagram import heat  # noqa: E402
 from tinygrad_mha.viz.plots import attention_weights, figures, layer_predictions  # noqa: E402
+from tinygrad_mha.viz.plots.training_curves import running_mean  # noqa: E402
 
 WORDS = ["the", "cat", "sat", "on", "mats"]
 

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.training.report import BLUE, draw_losses
 from tinygrad_mha.viz.plots.figures import Plot, finish_plot, new_plot
 
 __all__ = ["plot_gradient_norms", "plot_losses"]
+
+Rows = list[dict[str, Any]]
+BLUE, ORANGE = "#2166ac", "#d6601e"
 
 
 def plot_losses(runs: Any, path: str | os.PathLike[str] | None = None) -> Plot:
@@ -43,7 +45,7 @@ def plot_losses(runs: Any, path: str | os.PathLike[str] | None = None) -> Plot:
     return finish_plot(plot, path)
 
 
-def read_rows(run: Any) -> list[dict[str, Any]]:
+def read_rows(run: Any) -> Rows:
     """The rows of a run's log as dicts of numbers, without empty cells."""
     if hasattr(run, "log"):
         return list(run.log.rows)
@@ -61,6 +63,46 @@ def read_rows(run: Any) -> list[dict[str, Any]]:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
     except ValueError as error:
         raise ValueError(f"{path} holds something other than numbers: {error}") from error
+
+
+def draw_losses(axes: Any, runs: Mapping[str, Rows]) -> None:
+    """Draw training loss (each step, and its running mean) and validation loss against the step.
+
+    Args:
+        axes: matplotlib axes.
+        runs: the rows of each run's log by its label; one label may be "".
+    """
+    for i, (label, rows) in enumerate(runs.items()):
+        colours = (BLUE, ORANGE) if len(runs) == 1 else (f"C{i}", f"C{i}")
+        prefix = f"{label}, " if label else ""
+        steps, losses = select_column(rows, "loss")
+        axes.plot(steps, losses, color=colours[0], linewidth=0.6, alpha=0.35)
+        mean = running_mean(losses, window=max(1, len(losses) // 50))
+        axes.plot(steps, mean, color=colours[0], linewidth=1.4, label=f"{prefix}training")
+        steps, losses = select_column(rows, "validation_loss")
+        if len(steps):
+            style = "o-" if len(runs) == 1 else "o--"
+            axes.plot(steps, losses, style, color=colours[1], markersize=4, linewidth=1.2, label=f"{prefix}validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+
+
+def select_column(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that have a value of this name, and the values."""
+    pairs = [(row["step"], row[name]) for row in rows if name in row]
+    steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+    return steps, values
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the `window` values around each one, of fewer at both ends."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    middle = np.arange(len(values))
+    first, last = np.maximum(middle - window // 2, 0), np.minimum(middle + (window + 1) // 2, len(values))
+    return (sums[last] - sums[first]) / (last - first)
 
 
 def plot_gradient_norms(model: Module, path: str | os.PathLike[str] | None = None) -> Plot:
