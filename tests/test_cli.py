@@ -121,7 +121,7 @@ def test_generate_opens_a_hugging_face_folder(tmp_path, capsys):
     assert main(["generate", str(tmp_path), "--ids", "1", "2", "3", "-n", "4", "--temperature", "0"]) == 0
     ids = [int(word) for word in capsys.readouterr().out.split()]
     assert ids == tg.generate(model, [1, 2, 3], 4, temperature=0)[0].tolist()
-    assert "has no tokenizer" in refused(capsys, "generate", tmp_path, "--prompt", "hello")
+    assert "with --ids" in refused(capsys, "generate", tmp_path, "--prompt", "hello")
 
 
 def test_generate_refuses_invalid_arguments(run, tmp_path, capsys):

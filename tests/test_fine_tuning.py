@@ -409,7 +409,7 @@ def test_init_refuses_what_contradicts_the_folder_before_any_work(folder, text, 
     CharTokenizer.of("abcdefghijklmnopqrstuvwxyz .\n!?").save(folder)
     assert "31 tokens, that of the model 29" in refused()
     (folder / "characters.json").unlink()
-    assert "has no tokenizer: save one there" in refused()
+    assert f"no tokenizer in {folder}: expected characters.json, or tokenizer.json" in refused()
 
 
 def test_fine_tuning_a_published_model_begins_at_its_published_loss(reference, tmp_path, capsys):

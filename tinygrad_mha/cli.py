@@ -117,23 +117,16 @@ def run_train(args: argparse.Namespace) -> int:
     changes |= {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     resumed = args.resume and find_latest(args.out) is not None
     config = args.config or (None if resumed or args.init else "tiny")
-    given = {} if resumed or args.init is None else open_trained(args.init)
+    model, tokenizer = (None, None) if resumed or args.init is None else open_model(args.init)
     show = "json" if args.json else "quiet" if args.quiet else "bar"
-    run = train(config, args.text, args.out, resume=args.resume, show=show, **given, **changes)
+    given = {"resume": args.resume, "model": model, "tokenizer": tokenizer, "show": show}
+    run = train(config, args.text, args.out, **given, **changes)
     if not args.json:
         losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
         state = "interrupted" if run.interrupted else "finished"
         print(f"{state} at step {run.step}; validation loss {losses[-1]:.4f} (at first {losses[0]:.4f}); in {args.out}")
         print(f"next: tinygrad-mha {'train --resume --out' if run.interrupted else 'generate'} {args.out}")
     return 130 if run.interrupted else 0
-
-
-def open_trained(folder: Path) -> dict[str, Any]:
-    """The model and tokenizer in a folder, as keyword arguments of `train`."""
-    model, tokenizer = open_model(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer: save one there, with tokenizer.save(folder)")
-    return {"model": model, "tokenizer": tokenizer}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -178,8 +171,6 @@ def run_generate(args: argparse.Namespace) -> int:
     model, tokenizer = open_model(args.folder, with_tokenizer=args.ids is None)
     if args.ids is not None:
         prompt, tokenizer = np.array(args.ids), None
-    elif tokenizer is None:
-        raise ValueError(f"{args.folder} has no tokenizer (vocab.json and merges.txt): give token ids with --ids")
     else:
         prompt = default_prompt(tokenizer) if args.prompt is None else tokenizer.encode(args.prompt)
     if tokenizer is None and args.stop:
@@ -215,21 +206,21 @@ def default_prompt(tokenizer: Tokenizer) -> np.ndarray:
         return np.zeros(1, np.int64)
 
 
-def open_model(folder: Path, with_tokenizer: bool = True) -> tuple[GPT, Tokenizer | None]:
-    """Open the model and tokenizer of a run, or of a Hugging Face folder, which may have none.
+def open_model(folder: Path, with_tokenizer: bool = True) -> tuple[GPT, Any]:
+    """Open the model and the tokenizer of a run or of a Hugging Face folder.
 
     Args:
-        with_tokenizer: False: the tokenizer of a Hugging Face folder is not opened.
+        with_tokenizer: False: the tokenizer of a Hugging Face folder is None.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
     if not (folder / "config.json").is_file():
         return load_trained(folder)
     try:
-        tokenizer = load_tokenizer(folder) if with_tokenizer else None
-    except FileNotFoundError:
-        tokenizer = None
-    return GPT.from_pretrained(folder), tokenizer
+        return GPT.from_pretrained(folder), load_tokenizer(folder) if with_tokenizer else None
+    except FileNotFoundError as error:
+        advice = "Save one there, with tokenizer.save(folder), or generate from token ids, with --ids"
+        raise FileNotFoundError(f"{error}. {advice}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -302,8 +293,6 @@ def run_walkthrough(args: argparse.Namespace) -> int:
         if args.no_mask:
             raise ValueError("a GPT is causal: use --no-mask without --model")
         model, tokenizer = open_model(args.model)
-        if tokenizer is None:
-            raise ValueError(f"{args.model} has no tokenizer, which the sentence needs")
         ids = tokenizer.encode(args.sentence)
         tokens = [tokenizer.decode([i]) for i in ids]
         page = tg.walkthrough(model, ids, tokens=tokens, layer=args.layer, lang=args.lang)
