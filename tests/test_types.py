@@ -95,3 +95,9 @@ def test_no_module_has_the_name_of_a_callable_that_its_package_exports(package):
     if module is tg:
         exported |= {name.lower() for name in exported}
     assert not exported & {m.name for m in pkgutil.iter_modules(module.__path__)}
+
+
+@pytest.mark.parametrize("name", ["", ".check", ".decoding", ".nn", ".ops", ".training", ".viz"])
+def test_completion_offers_the_public_names_of_a_package(name):
+    package = importlib.import_module(f"tinygrad_mha{name}")
+    assert dir(package) == sorted(package.__all__)

@@ -10,7 +10,12 @@ from tinygrad_mha.viz import graph, graph_diff, walkthrough
 
 __version__ = "0.1.0"
 
-__all__ = ["GradcheckError", "GradcheckReport", "Tensor", "check", "data", "enable_grad", "grad", "gradcheck"]
+__all__ = ["GradcheckError", "GradcheckReport", "Tensor", "__version__", "check", "data", "enable_grad", "grad"]
+__all__ += ["gradcheck"]
 __all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
 __all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "training", "vjp"]
 __all__ += ["graph", "graph_diff", "viz", "walkthrough"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -402,6 +402,10 @@ class Tensor:
         """x * Phi(x), element-wise; with `tanh` the approximation that GPT-2 uses. See `ops.gelu`."""
         return ops.gelu(self, tanh=tanh)
 
+    def neg(self) -> Tensor:
+        """-x, element-wise."""
+        return ops.neg(self)
+
     def abs(self) -> Tensor:
         """The absolute value, element-wise."""
         return ops.abs(self)

@@ -5,3 +5,7 @@ from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.report import GradcheckError, GradcheckReport
 
 __all__ = ["GradcheckError", "GradcheckReport", "gradcheck"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

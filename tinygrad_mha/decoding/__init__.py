@@ -9,3 +9,7 @@ from tinygrad_mha.decoding.sampling import check_logits, compute_log_probabiliti
 __all__ = ["Beams", "ContextFullWarning", "CountedModel", "Hypothesis", "LanguageModel", "beam_search"]
 __all__ += ["check_logits", "compute_log_probabilities", "compute_probabilities", "count_multiply_adds", "generate"]
 __all__ += ["stream"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

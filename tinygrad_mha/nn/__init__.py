@@ -16,3 +16,7 @@ __all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module",
 __all__ += ["Scope", "allow_past", "attention", "causal", "join_heads", "split_heads"]
 __all__ += ["Alibi", "Learned", "Memory", "Position", "Relative", "Rotary", "Sinusoidal", "sinusoidal"]
 __all__ += ["Transformer", "TransformerTrace", "Translator"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

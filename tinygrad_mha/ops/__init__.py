@@ -14,3 +14,7 @@ __all__ = ["REGISTRY", "Primitive", "as_operand", "primitive"]
 __all__ += elementary.__all__
 __all__ += network.__all__
 __all__ += scaled_dot_product.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

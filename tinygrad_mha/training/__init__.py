@@ -7,3 +7,7 @@ from tinygrad_mha.training.run_state import DivergedError, Run, accumulate
 
 __all__ = ["PRESETS", "DivergedError", "Run", "TrainConfig", "accumulate", "load_trained", "preset", "save_checkpoint"]
 __all__ += ["train"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
