@@ -174,7 +174,7 @@ def test_every_option_of_the_model_is_an_option_of_training(name):
     assert getattr(SMALL.make_model_config(11), name) == value
     changed = {"block_size": 9, "n_layer": 3, "n_head": 3, "n_embd": 12, "n_inner": 5, "dropout": 0.5, "bias": True}
     changed |= {"norm": "rms", "norm_first": False, "activation": "relu", "position": "alibi", "tie_weights": False}
-    changed |= {"n_kv_head": 1, "eps": 1e-3, "rope_base": 500.0}
+    changed |= {"n_kv_head": 1, "eps": 1e-3, "rope_base": 500.0, "window": 3, "score": "sinks"}
     for config in (
         dataclasses.replace(SMALL, **{name: changed[name]}),
         TrainConfig(**{**SMALL.to_dict(), name: changed[name]}),

@@ -159,11 +159,12 @@ class CachedLayer:
         """The number of tokens of this layer, with those that were appended in the current call."""
         return self._cache._counts[self._layer]
 
-    def append(self, k: Tensor, v: Tensor, snapshot: bool = False) -> tuple[Any, Any]:
+    def append(self, k: Tensor, v: Tensor, snapshot: bool = True) -> tuple[Any, Any]:
         """Append keys and values (..., T, width), and return those of all tokens.
 
         Args:
-            snapshot: return Tensors with the new rows as inputs, to be traced or drawn, instead of views of the cache.
+            snapshot: return Tensors of which the new rows are inputs, to be traced and drawn. False returns arrays, which
+                are views of the cache; that is faster.
 
         Raises:
             ValueError: gradients are on, or the shapes or dtypes differ from those in the cache.

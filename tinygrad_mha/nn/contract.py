@@ -96,7 +96,7 @@ def make_attention(factory: AttentionFactory, config: Any, rng: np.random.Genera
 
     Raises:
         TypeError: the factory cannot be called so, or returns no Module.
-        ValueError: the attention leaves out the positional scheme of `config`, or `check_attention` refuses it.
+        ValueError: the attention leaves out the position or score of `config`, or `check_attention` refuses it.
     """
     if isinstance(factory, Module) or not callable(factory):
         got = f"a {type(factory).__name__}"
@@ -109,11 +109,12 @@ def make_attention(factory: AttentionFactory, config: Any, rng: np.random.Genera
     attention = factory(config, rng)
     if not isinstance(attention, Module):
         raise TypeError(f"attention(config, rng) must return a Module, got a {type(attention).__name__}. {GUIDE}")
-    position = config.make_position()
-    has_scheme = any(type(module) is type(position) for _, module in attention.named_modules())
-    if position.acts_on == "attention" and position.name != "none" and not has_scheme:
-        fault = f"does not hold the scheme of position={position.name!r}: give it config.make_position(), or set"
-        raise ValueError(describe_fault(attention, f'{fault} position="none" and let it do positions by itself'))
+    held = [type(module) for _, module in attention.named_modules()]
+    for name, scheme in {"position": config.make_position(), "score": config.make_score()}.items():
+        acts = scheme is not None and scheme.name != "none" and getattr(scheme, "acts_on", "attention") == "attention"
+        if acts and type(scheme) not in held:
+            hint = f"give it config.make_{name}(), or leave {name} out of the configuration and do it by yourself"
+            raise ValueError(describe_fault(attention, f"does not hold the scheme of {name}={scheme.name!r}: {hint}"))
     attention.astype(np.float32)
     check_attention(attention, config.n_embd, config.block_size)
     return attention

@@ -21,11 +21,12 @@ from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.contract import AttentionFactory, call_attention, find_options, make_attention
-from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Projection, Steps, check_rows, split_heads
+from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Masks, Projection, Steps, check_rows, split_heads
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position, as_position
+from tinygrad_mha.nn.scores import Score, as_score
 from tinygrad_mha.tensors import Tensor
 
 __all__ = ["GPT", "Block", "CausalSelfAttention", "GPTConfig", "GPTTrace", "Head"]
@@ -52,6 +53,8 @@ class GPTConfig:
         n_kv_head: the number of heads of keys and values; see `MultiHeadAttention`.
         eps: of the norms.
         rope_base: the base of position="rotary".
+        window: each token attends to itself and to the window - 1 tokens before it, as in Mistral; to all unless given.
+        score: "softcap" (Gemma 2), "sinks" (gpt-oss) or an object of nn.scores; None for the usual softmax.
 
     Raises:
         TypeError: an unknown key.
@@ -80,11 +83,13 @@ class GPTConfig:
     n_kv_head: int | None = None
     eps: float = 1e-5
     rope_base: float = 10000.0
+    window: int | None = None
+    score: str | Score | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             setattr(self, name, check_count(getattr(self, name), name))
-        for name in ("n_inner", "n_kv_head"):
+        for name in ("n_inner", "n_kv_head", "window"):
             if getattr(self, name) is not None:
                 setattr(self, name, check_count(getattr(self, name), name))
         self.dropout = check_probability(self.dropout, "dropout")
@@ -106,11 +111,18 @@ class GPTConfig:
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
         if isinstance(self.position, Mapping):
             self.position = as_position(self.position)
+        score = as_score(self.score)
+        self.score = score if isinstance(self.score, Mapping) else self.score
         self.make_position().check_head_width(self.n_embd // self.n_head)
 
     def make_position(self) -> Position:
         """The positional scheme as an object, without parameters."""
         return as_position(self.position, base=self.rope_base, bidirectional=False)
+
+    def make_score(self) -> Score | None:
+        """What changes the scores in one layer, with parameters if it has any; None for the usual softmax."""
+        score = as_score(self.score)
+        return None if score is None else score.initialize(self.n_head)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -129,10 +141,12 @@ class GPTConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as values for JSON: a position object becomes a dict."""
+        """The settings as values for JSON: an object becomes a dict."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.position, Position):
             values["position"] = self.position.to_dict()
+        if isinstance(self.score, Score):
+            values["score"] = self.score.to_dict()
         return values
 
 
@@ -164,7 +178,9 @@ class CausalSelfAttention(Module):
         n_head, n_kv_head, width = config.n_head, config.n_kv_head or config.n_head, config.n_embd
         self.n_head, self.n_kv_head, self.d_model = n_head, n_kv_head, width
         self.d_k = self.d_v = width // n_head
-        self.heads = Heads(n_head, n_kv_head, position, Dropout(config.dropout, dropout_rng), fused=True)
+        self.window, self.score = config.window, config.make_score()
+        dropout = Dropout(config.dropout, dropout_rng)
+        self.heads = Heads(n_head, n_kv_head, position, dropout, fused=True, score=self.score)
         self.detail = self.heads.detail
         self.c_attn = Linear(width, width + 2 * n_kv_head * self.d_k, config.bias, STD, rng)
         self.c_proj = Linear(width, width, config.bias, residual_std(config), rng)
@@ -178,7 +194,7 @@ class CausalSelfAttention(Module):
         x = check_rows(x, self.d_model, positions)
         q, k, v = ops.split(self.c_attn(x), list(self._starts()), axis=-1)
         q, k, v = split_heads(q, self.n_head), split_heads(k, self.n_kv_head), split_heads(v, self.n_kv_head)
-        return self.c_proj(self.heads.attend(q, k, v, positions=positions, causal=True, **options))
+        return self.c_proj(self.heads.attend(q, k, v, positions=positions, causal=True, window=self.window, **options))
 
     def per_head(self, x: Any, positions: Any = None, key_allow: Any = None) -> Tensor:
         """The same result one head at a time, every matrix named; see `MultiHeadAttention.per_head`."""
@@ -190,7 +206,8 @@ class CausalSelfAttention(Module):
                 Projection("K", weight, bias, self.d_k, start_k),
                 Projection("V", weight, bias, self.d_k, start_v),
             )
-            concat = self.heads.attend_per_head(x, x, projections, positions, key_allow=key_allow, causal=True)
+            masks = Masks(key_allow=key_allow, causal=True, window=self.window)
+            concat = self.heads.attend_per_head(x, x, projections, positions, **masks)
             return self.c_proj(concat).named("Y")
 
     def _starts(self) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from tinygrad_mha.nn.layers import Dropout
 from tinygrad_mha.nn.masks import Axes, combine_masks, pad_bias, select_head
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
+from tinygrad_mha.nn.scores import Score
 from tinygrad_mha.tensors import Tensor, as_tensor
 
 __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
@@ -45,7 +46,7 @@ class AttentionTrace(NamedTuple):
     v: Tensor = UNKNOWN  # (..., T_k, d_v)
     scores: Tensor = UNKNOWN  # (..., T_q, T_k): q k^T, scaled
     masked: Tensor = UNKNOWN  # the scores with bias, and -inf where a query may not attend: the input of the softmax
-    weights: Tensor = UNKNOWN  # the softmax: every row sums to 1, or is 0 where no key may be attended to
+    weights: Tensor = UNKNOWN  # every row sums to 1, to 0 where no key may be attended to, to less with sinks
     heads: Tensor = UNKNOWN  # (..., T_q, d_v)
     concat: Tensor | None = None  # (..., T_q, H d_v): the heads side by side; None for the function `attention`
 
@@ -148,6 +149,7 @@ class Masks(TypedDict, total=False):
     key_allow: Any
     bias: Any
     causal: bool
+    window: int | None
 
 
 class Heads(Module):
@@ -160,15 +162,25 @@ class Heads(Module):
         dropout: applied to the weights.
         fused: whether attention is one node (`ops.attention`) in calls without `edit`, else one node per step
             (`ops.attend`).
+        score: an object of nn.scores, with parameters if it needs any; with it no call is fused. None for none.
     """
 
-    def __init__(self, n_head: int, n_kv_head: int, position: Position, dropout: Dropout, fused: bool) -> None:
+    def __init__(
+        self,
+        n_head: int,
+        n_kv_head: int,
+        position: Position,
+        dropout: Dropout,
+        fused: bool,
+        score: Score | None = None,
+    ) -> None:
         if n_head % n_kv_head:
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}")
         self.n_head, self.n_kv_head = n_head, n_kv_head
         self.position = position
         self.dropout = dropout
         self.fused = fused
+        self.score = score
         self.detail = f"{n_head} head{'s' if n_head > 1 else ''}"
 
     def attend(
@@ -192,17 +204,17 @@ class Heads(Module):
         allow, bias = self._masks(axes, q.dtype, **masks)
         positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
         q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
-        is_observed = edit is not None or not self.fused
+        is_fused = self.fused and edit is None and self.score is None
         if cache is not None:
-            k, v = cache.append(k, v, snapshot=is_observed or modes.STATE.get().record)
+            k, v = cache.append(k, v, snapshot=not is_fused or modes.STATE.get().record)
         keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
-        if not is_observed:
+        if is_fused:
             return join_heads(ops.attention(q, repeat_heads(k, times), repeat_heads(v, times), allow, bias, keep_mask))
         steps = edit if isinstance(edit, Steps) else Steps(edit)
         q, k, v = steps("q", q), steps("k", k), steps("v", v)
         k, v = repeat_heads(k, times), repeat_heads(v, times)
-        return steps("concat", join_heads(ops.attend(q, k, v, allow, bias, keep_mask, observe=steps)))
+        return steps("concat", join_heads(ops.attend(q, k, v, allow, bias, keep_mask, observe=steps, score=self.score)))
 
     def attend_per_head(
         self,
@@ -240,7 +252,8 @@ class Heads(Module):
                 k_i = keys[group] if keys else project(k, i, memory)
                 v_i = values[group] if values else project(v, i, memory)
                 of_head = [select_head(mask, i) for mask in (allow, bias, keep_mask)]
-                heads.append(ops.attend(q_i, k_i, v_i, *of_head, observe=Steps(suffix=f"_{i + 1}")))
+                score = None if self.score is None else self.score.of_head(i)
+                heads.append(ops.attend(q_i, k_i, v_i, *of_head, observe=Steps(suffix=f"_{i + 1}"), score=score))
         return ops.concat(heads, axis=-1).named("Concat")
 
     def _masks(
@@ -251,6 +264,7 @@ class Heads(Module):
         key_allow: Any = None,
         bias: Any = None,
         causal: bool = False,
+        window: int | None = None,
     ) -> tuple[Any, Any]:
         """All masks as one boolean array and all biases as one Tensor or array, or None for either."""
         by_position = self.position.bias(self.n_head, *axes[2:], dtype)
@@ -259,7 +273,7 @@ class Heads(Module):
         else:
             bias = pad_bias(bias, axes).astype(dtype)
             bias = bias if by_position is None else by_position + bias
-        return combine_masks(allow, key_allow, causal, axes), bias
+        return combine_masks(allow, key_allow, causal, axes, window), bias
 
 
 def check_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | None:

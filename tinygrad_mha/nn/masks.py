@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.arguments import check_count
 from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["allow_past", "causal", "combine_masks", "pad_bias", "select_head"]
@@ -23,13 +24,16 @@ Axes = tuple[int | None, int | None, int, int]
 """The lengths (B, H, T_q, T_k) of scores; None for an axis that they do not have."""
 
 
-def causal(n_q: int, n_k: int | None = None) -> np.ndarray:
+def causal(n_q: int, n_k: int | None = None, window: int | None = None) -> np.ndarray:
     """The causal mask: query i may attend to keys up to its own position. Boolean (n_q, n_k), True = may attend.
 
     With more keys than queries, the queries stand at the end: the last one may attend to every key.
 
+    Args:
+        window: hide all but the last `window` of these keys from each query (a sliding window, arXiv:2004.05150).
+
     Raises:
-        ValueError: fewer keys than queries.
+        ValueError: fewer keys than queries, or a window of less than 1.
 
     Example:
         >>> causal(2, 4).astype(int)
@@ -39,31 +43,37 @@ def causal(n_q: int, n_k: int | None = None) -> np.ndarray:
     n_k = n_q if n_k is None else n_k
     if n_k < n_q:
         raise ValueError(f"a causal mask needs at least as many keys as queries, got {n_q} queries and {n_k} keys")
-    return np.arange(n_k - n_q, n_k)[:, None] >= np.arange(n_k)
+    distances = np.arange(n_k - n_q, n_k)[:, None] - np.arange(n_k)
+    return distances >= 0 if window is None else (distances >= 0) & (distances < check_count(window, "window"))
 
 
-def allow_past(q: Any, k: Any, key_allow: Any = None) -> np.ndarray | None:
+def allow_past(q: Any, k: Any, key_allow: Any = None, window: int | None = None) -> np.ndarray | None:
     """The causal mask for queries q (..., T_q, d) at the end of keys k (..., T_k, d), with padding hidden.
 
     Args:
         q, k: (H, T, d) or (B, H, T, d).
         key_allow: boolean (B, T_k), False for padding.
+        window: as in `causal`.
 
     Returns:
         What `ops.attend` takes as `allow`: boolean, broadcasts to the scores; None if nothing is hidden.
     """
     axes = q.shape[0] if q.ndim == 4 else None, q.shape[-3], q.shape[-2], k.shape[-2]
-    return combine_masks(None, key_allow, True, axes)
+    return combine_masks(None, key_allow, True, axes, window)
 
 
-def combine_masks(allow: Any, key_allow: Any, is_causal: bool, axes: Axes) -> np.ndarray | None:
+def combine_masks(
+    allow: Any, key_allow: Any, is_causal: bool, axes: Axes, window: int | None = None
+) -> np.ndarray | None:
     """The conjunction of all masks as one boolean array that broadcasts to scores of `axes`; None if there is none.
 
     Raises:
         TypeError: a mask that is not boolean.
-        ValueError: a mask whose shape does not fit.
+        ValueError: a mask whose shape does not fit, or a window without a causal mask.
     """
     batch, _, n_q, n_k = axes
+    if window is not None and not is_causal:
+        raise ValueError("window narrows a causal mask: pass causal=True too")
     combined = None
     if allow is not None:
         combined = pad_axes(check_mask(allow, "allow"), "allow", axes)
@@ -74,8 +84,8 @@ def combine_masks(allow: Any, key_allow: Any, is_causal: bool, axes: Axes) -> np
             raise ValueError(f"key_allow has shape {key_allow.shape}, expected (B, T_k) = {expected}. {FORMS}")
         keys = pad_axes(key_allow[:, None, :], "key_allow", (*axes[:2], 1, n_k))
         combined = keys if combined is None else combined & keys
-    if is_causal and n_q != 1:  # a single query is the last one, which may attend to every key
-        past = causal(n_q, n_k)
+    if is_causal and (n_q != 1 or window is not None):  # a single query is the last one, which sees every key
+        past = causal(n_q, n_k, window)
         combined = past if combined is None else combined & past
     return combined
 

@@ -18,6 +18,7 @@ from tinygrad_mha.nn.layers import Dropout
 from tinygrad_mha.nn.masks import combine_masks, pad_bias
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position, as_position
+from tinygrad_mha.nn.scores import Score, as_score
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 __all__ = ["AttentionOptions", "FunctionOptions", "Memory", "MultiHeadAttention", "attention"]
@@ -148,7 +149,8 @@ class MultiHeadAttention(Module):
         dropout: the probability with which a weight is dropped in training.
         position: "rotary", "alibi", "relative" or an object of nn.positions that acts in attention; None for none.
         rng: a NumPy Generator or a seed of the initial weights; the generator of dropout is spawned from it.
-        fused: whether the steps are computed as one node, which is faster, unless `trace` or `edit` asks for them.
+        fused: whether the steps are computed as one node, which is faster, unless `trace`, `edit` or `score` is given.
+        score: "softcap", "sinks" or an object of nn.scores; None for the usual softmax.
 
     Raises:
         ValueError: a width that is not a positive integer, or an `n_head` that is not a multiple of `n_kv_head`.
@@ -177,6 +179,7 @@ class MultiHeadAttention(Module):
         position: Position | str | None = None,
         rng: Seed = None,
         fused: bool = False,
+        score: Score | str | None = None,
     ) -> None:
         self.d_model, self.n_head = check_count(d_model, "d_model"), check_count(n_head, "n_head")
         self.d_k = check_count(d_model // n_head if d_k is None else d_k, "d_k (d_model // n_head unless given)")
@@ -200,7 +203,9 @@ class MultiHeadAttention(Module):
         self.bv = constant((m * self.d_v,), 0.0, "b_V") if bias else None
         self.bo = constant((self.d_out,), 0.0, "b_O") if bias else None
         self.position = position.initialize(n_head, d_model, 0, rng)
-        self.heads = Heads(n, m, self.position, drop, fused)
+        score = as_score(score)
+        self.score = None if score is None else score.initialize(n)
+        self.heads = Heads(n, m, self.position, drop, fused, self.score)
         self.detail = self.heads.detail
 
     if TYPE_CHECKING:
@@ -227,6 +232,7 @@ class MultiHeadAttention(Module):
         positions: Any = None,
         trace: bool = False,
         edit: Edit | None = None,
+        window: int | None = None,
     ) -> Tensor | tuple[Tensor, AttentionTrace]:
         """X (T_q, d_model) or (B, T_q, d_model) -> Y of the same shape with width d_out.
 
@@ -235,6 +241,7 @@ class MultiHeadAttention(Module):
                 x itself unless given.
             allow, key_allow, bias: as in `attention`. With a cache, keys are those in the cache and then the new ones.
             causal: also allow no key that comes after the query.
+            window: with `causal`, allow only the last `window` keys up to the query.
             cache: a `KVCache` (or the layer `cache[i]` of one): the keys and values of x are appended to it, and all
                 that it holds is attended to. Only with gradients off.
             positions: of the tokens of x, integers (T_q,) or (B, T_q). Unless given they continue after the cache.
@@ -253,7 +260,7 @@ class MultiHeadAttention(Module):
         steps = Steps(edit) if trace else None
         q = split_heads(ops.linear(x, self.wq, self.bq), self.n_head)
         k, v = memory if isinstance(memory, Memory) else self._keys_and_values(self._check_memory(x, memory))
-        masks = Masks(allow=allow, key_allow=key_allow, bias=bias, causal=causal)
+        masks = Masks(allow=allow, key_allow=key_allow, bias=bias, causal=causal, window=window)
         concat = self.heads.attend(q, k, v, cache, positions, steps or edit, **masks)
         y = ops.linear(concat, self.wo, self.bo).named("Y")
         return y if steps is None else (y, steps.trace())
@@ -276,7 +283,7 @@ class MultiHeadAttention(Module):
         """The same result computed one head at a time, every matrix named: W_Q1, Q_1, K_1, V_1, scores_1, S_1, H_1, ...
 
         This is how the formula is written, and how it is best drawn. W_Q1 is a part of the parameter, so its gradient
-        is added there. Arguments as in `forward`: `masks` are allow, key_allow, bias and causal.
+        is added there. Arguments as in `forward`: `masks` are allow, key_allow, bias, causal, window.
         """
         with self.scope():
             x = self._check_input(x, memory, None, positions)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import check_choice, check_count
+from tinygrad_mha.arguments import check_count
 from tinygrad_mha.nn.init import Seed, normal
-from tinygrad_mha.nn.module import Module
+from tinygrad_mha.nn.schemes import Scheme, find_scheme
 from tinygrad_mha.tensors import Tensor
 
 __all__ = ["SCHEMES", "Alibi", "Learned", "Position", "Relative", "Rotary", "Sinusoidal", "as_position"]
@@ -27,19 +27,16 @@ __all__ += ["alibi", "alibi_slopes", "relative_buckets", "rotary", "sinusoidal"]
 
 
 @dataclass(unsafe_hash=True)
-class Position(Module):
+class Position(Scheme):
     """The scheme "none", and the base class of all others, which override what they need.
 
-    A scheme with settings is a dataclass of them. Its name is that of the class in lower case. Parameters, if it has
-    any, are made by `initialize`. To add a scheme, write one class and list it in `SCHEMES`.
+    A scheme with settings is a dataclass of them. Parameters, if it has any, are made by `initialize`. To add a scheme,
+    write one class and list it in `SCHEMES`.
     """
 
     name: ClassVar[str] = "none"
     acts_on: ClassVar[Literal["input", "attention"]] = "attention"
     rotates: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        cls.name = cls.__name__.lower()
 
     def check_head_width(self, d: int) -> None:
         """Raise ValueError if the scheme does not work with queries and keys of width `d`."""
@@ -59,11 +56,6 @@ class Position(Module):
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor | None:
         """What is added to the scores: (n_head, n_q, n_k), or None. The last query stands at the last key."""
         return None
-
-    def to_dict(self) -> str | dict[str, Any]:
-        """The name, or a dict of the name and the settings if there are any; `as_position` reads both."""
-        settings = dataclasses.asdict(self)
-        return {"name": self.name, **settings} if settings else self.name
 
 
 @dataclass(unsafe_hash=True)
@@ -152,26 +144,13 @@ SCHEMES: dict[str, type[Position]] = {s.name: s for s in (Learned, Sinusoidal, R
 
 
 def as_position(position: Position | Mapping[str, Any] | str | None, **settings: Any) -> Position:
-    """The scheme that `position` describes: an object, a name, what `Position.to_dict` returned, or None for none.
-
-    A scheme that is given by name gets those of `settings` that it has.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: a setting in the dict that the scheme does not have.
+    """The scheme that `position` describes; see `find_scheme`. None is "none".
 
     Example:
         >>> as_position("rotary", base=500.0, num_buckets=8)
         Rotary(base=500.0)
     """
-    if isinstance(position, Position):
-        return position
-    if isinstance(position, Mapping):
-        settings = dict(position)
-        return SCHEMES[check_choice(settings.pop("name", None), SCHEMES, "position")](**settings)
-    scheme = SCHEMES[check_choice("none" if position is None else position, SCHEMES, "position")]
-    known = {field.name for field in dataclasses.fields(scheme)}
-    return scheme(**{name: value for name, value in settings.items() if name in known})
+    return find_scheme("none" if position is None else position, Position, SCHEMES, "position", **settings)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def unchanged(name, tensor):
 
 
 @attention.composed_of
-def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observe=unchanged):
+def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observe=unchanged, score=None):
     """softmax(q k^T * scale + bias, -inf where not `allow`) v, one primitive per step (arXiv:1706.03762, equation 1).
 
     This is the package's statement of attention: `attention` is its fused form and is tested against it.
@@ -70,15 +70,18 @@ def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observ
         scale: d_k ** -0.5 unless given.
         observe: called as `observe(name, tensor)` with "scores" (scaled), "masked" (with bias and mask), "weights"
             (after the softmax) and "heads" (the result). The computation continues with the tensor that it returns.
+        score: an object of nn.scores, whose `change(scores)` comes before the bias, and `normalize(masked)` in the
+            place of the softmax.
 
     Returns:
         (..., T_q, d_v).
     """
     k, v = zero_hidden(k, v, allow)
     scores = observe("scores", multiply_by(matmul(q, k.mT), by=score_scale(q, scale)))
-    masked = scores if bias is None else add(scores, bias)
+    changed = scores if score is None else score.change(scores)
+    masked = changed if bias is None else add(changed, bias)
     masked = observe("masked", masked if allow is None else mask(masked, allow))
-    weights = observe("weights", softmax(masked))
+    weights = observe("weights", softmax(masked) if score is None else score.normalize(masked))
     kept = weights if keep_mask is None else dropout(weights, keep_mask)
     return observe("heads", matmul(kept, v))
 
