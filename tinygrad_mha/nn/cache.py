@@ -163,8 +163,8 @@ class CachedLayer:
         """Append keys and values (..., T, width), and return those of all tokens.
 
         Args:
-            snapshot: return Tensors of which the new rows are inputs, to be traced and drawn. False returns arrays, views
-                of the cache, which is faster.
+            snapshot: return Tensors of which the new rows are inputs, to be traced and drawn. False returns views
+                of the cache, arrays, which is faster.
 
         Raises:
             ValueError: gradients are on, or the shapes or dtypes differ from those in the cache.
