@@ -153,14 +153,14 @@ def test_the_tree_holds_every_hypothesis_with_its_probability(seed):
     found = beam_search(language(np.random.default_rng(seed)), [0], END, beam=3, max_new_tokens=5)
     for hypothesis in found.hypotheses:
         tokens, i = [], hypothesis.node
-        assert found.nodes[i].fate == "ended"
+        assert found.nodes[i].status == "ended"
         assert found.nodes[i].log_probability == hypothesis.log_probability
         while i >= 0:
             tokens.append(found.nodes[i].token)
             i = found.nodes[i].parent
         assert tokens[::-1] == hypothesis.tokens.tolist()
     going_on = {node.parent for node in found.nodes} - {-1}
-    assert going_on == {i for i, node in enumerate(found.nodes) if node.fate == "kept"}
+    assert going_on == {i for i, node in enumerate(found.nodes) if node.status == "kept"}
 
 
 def test_the_tree_is_drawn_with_one_line_for_each_node_and_one_winner():
@@ -186,7 +186,7 @@ def test_the_tree_is_drawn_with_one_line_for_each_node_and_one_winner():
         ({"start": [0.5]}, "at least one id"),
         ({"step": lambda prefixes, parents: np.zeros(3)}, r"shape \(3,\)"),
         ({"step": lambda prefixes, parents: np.full((1, 3), np.nan)}, "nan"),
-        ({"step": lambda prefixes, parents: np.full((1, 3), -np.inf)}, "no token is possible"),
+        ({"step": lambda prefixes, parents: np.full((1, 3), -np.inf)}, "at least one possible token"),
     ],
 )
 def test_invalid_arguments_are_named(change, message, rng):

@@ -221,7 +221,7 @@ def copy_primitive(op, name):
     function.__module__ = __name__
     facts = {key: getattr(op, key) for key in ("arrange", "kind", "roles", "label", "formula", "sentence")}
     copy = ops.primitive(**facts)(function)
-    for key in ("rules", "underivable", "each_rule", "joint_rule", "composition"):
+    for key in ("rules", "without_rule", "each_rule", "joint_rule", "composition"):
         setattr(copy, key, getattr(op, key))
     return copy
 

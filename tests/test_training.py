@@ -796,7 +796,7 @@ def test_a_trained_model_is_loaded_with_its_tokenizer(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is no checkpoint of a run"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a run"):
         load_trained(tmp_path)
 
 

@@ -22,6 +22,7 @@ from tinygrad_mha.primitives import Primitive
 
 __all__ = ["Node", "WriteTime", "backward", "sweep", "tick", "toposort"]
 
+# tick() returns 1, 2, 3, ...: the time. Every node calls it, and this is the fastest counter.
 tick = itertools.count(1).__next__
 
 
@@ -30,10 +31,10 @@ class Node:
 
     Attributes:
         needed: the positions of the inputs that need a gradient.
-        arrays: the operands as the forward received them.
-        residuals: what the forward returned for the rules.
-        scope: the entries of the modules and scopes that were active, outermost first.
-        stamp: the time at which it was made.
+        arrays: the array or constant of each input, as the forward received it.
+        residuals: what the forward returned, besides the result, for the rules.
+        scope: the modules and `scope` blocks in which it was made, outermost first.
+        stamp: the time at which it was made, from `tick`.
     """
 
     __slots__ = ("arrays", "inputs", "kwargs", "needed", "op", "residuals", "scope", "stamp")
@@ -62,7 +63,7 @@ class WriteTime:
     """The time of the last write to some memory; values that share the memory share this object."""
 
     __slots__ = ("stamp",)
-    latest: ClassVar[int] = 0  # over all memory: if it is older than a graph, nothing in the graph is stale
+    latest: ClassVar[int] = 0  # of all writes to any memory, so that most graphs need no search
 
     def __init__(self) -> None:
         self.stamp = 0
@@ -84,8 +85,9 @@ def is_value(x: Any) -> bool:
 def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = False) -> list[Any]:
     """Sort `roots` and all values they were computed from: each once, inputs before results, leaves first.
 
-    Only values that need a gradient are followed, unless `everything` is set. The inputs of a node made at time
-    `newer_than` or before are not followed. Iterative, so chains of any length work.
+    Values that need no gradient are left out, unless `everything` is set. A value whose node was made at time
+    `newer_than` or before is left out too, and its inputs are not visited through it. The search is iterative, so
+    chains of any length work.
     """
     seen: set[int] = set()
     leaves, made = [], []
@@ -110,19 +112,19 @@ def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = Fals
     return leaves + made
 
 
-def check_unwritten(order: list[Any]) -> None:
-    """Raise RuntimeError if an operand was written to after a node used it: its rule would use wrong numbers."""
+def check_not_modified(order: list[Any]) -> None:
+    """Raise RuntimeError if an operand was modified in place after a node used it: its rule would use wrong numbers."""
     nodes = [value.node for value in order if value.node is not None]
-    if not nodes or WriteTime.latest < nodes[0].stamp:
+    if not nodes or WriteTime.latest < nodes[0].stamp:  # nodes[0] is the oldest: all writes were before the graph
         return
     for node in nodes:
         for i, x in enumerate(node.inputs):
             written = getattr(x, "_written", None)
             if written is not None and written.stamp > node.stamp:
-                name = f"{x.name!r}, " if x.name else ""
+                name = f" {x.name!r}" if x.name else ""
                 raise RuntimeError(
-                    f"the tensor {name}shape {x.shape}, was written to after {node.op.name!r} used it as its argument "
-                    f"{node.op.argument(i)!r}; run the forward again, or call backward before you write "
+                    f"the tensor{name} of shape {x.shape} was written to after {node.op.name!r} used it as its "
+                    f"argument {node.op.argument_name(i)!r}; run the forward again, or call backward before you write "
                     f"(an optimizer step, assign_ and the .data setter write)"
                 )
 
@@ -135,10 +137,11 @@ def sweep(root: Any, seed: Any, differentiable: bool = False, newer_than: int = 
     """Yield each value that `root` was computed from with its gradient, from the root down; leaves come last.
 
     A gradient is complete when it is yielded, because everything computed from its value comes before. With
-    `differentiable`, the seed and the gradients are values that record how they were computed.
+    `differentiable`, the seed and the gradients are values that record how they were computed. `newer_than` is that of
+    `toposort`: older nodes are not reached.
     """
     order = toposort([root], newer_than)
-    check_unwritten(order)
+    check_not_modified(order)
     gradients = {id(root): seed}
     for value in reversed(order):
         gradient = gradients.pop(id(value), None)
@@ -146,11 +149,11 @@ def sweep(root: Any, seed: Any, differentiable: bool = False, newer_than: int = 
             continue
         yield value, gradient
         if value.node is not None:
-            pull(value, gradient, gradients, differentiable)
+            backprop_node(value, gradient, gradients, differentiable)
 
 
-def pull(value: Any, g: Any, gradients: dict[int, Any], differentiable: bool) -> None:
-    """Apply the chain rule to one node: accumulate in `gradients` what the gradient `g` of `value` gives its inputs.
+def backprop_node(value: Any, g: Any, gradients: dict[int, Any], differentiable: bool) -> None:
+    """Apply the chain rule to one node: from the gradient `g` of `value`, add to the `gradients` of its inputs.
 
     Rules receive arrays or, with `differentiable`, values: then what they compute is recorded.
     """
@@ -159,7 +162,7 @@ def pull(value: Any, g: Any, gradients: dict[int, Any], differentiable: bool) ->
     if differentiable:
         y, operands = value, [x if is_value(x) else a for x, a in zip(inputs, operands, strict=True)]
         if op.composition is not None:
-            pull_composition(node, operands, g, gradients)
+            backprop_composition(node, operands, g, gradients)
             return
     call = (g, y, *node.residuals, *operands)
     rules, kwargs, joint = op.rules, node.kwargs, None
@@ -172,22 +175,23 @@ def pull(value: Any, g: Any, gradients: dict[int, Any], differentiable: bool) ->
             rule = rules[i] if rules is not None else rule_of(op, i)
             gradient = rule(*call, **kwargs) if kwargs else rule(*call)  # an empty ** costs time
         x = operands[i]
+        # Most gradients fit already; `is` is faster than ==, and `match_operand` accepts what it lets through.
         if gradient.__class__ is not x.__class__ or gradient.shape != x.shape or gradient.dtype is not x.dtype:
-            gradient = fit(gradient, x, op, i)
+            gradient = match_operand(gradient, x, op, i)
         key = id(inputs[i])
-        gradients[key] = total(gradients[key], gradient) if key in gradients else gradient
+        gradients[key] = add_gradients(gradients[key], gradient) if key in gradients else gradient
 
 
-def pull_composition(node: Node, operands: list[Any], g: Any, gradients: dict[int, Any]) -> None:
-    """Differentiate a fused node through its composition: run that, and pull `g` through the nodes it makes."""
+def backprop_composition(node: Node, operands: list[Any], g: Any, gradients: dict[int, Any]) -> None:
+    """Differentiate a fused node through its composition: run that, and propagate `g` through the nodes it makes."""
     assert node.op.composition is not None
     start = tick()
     y = node.op.composition(*operands, **node.kwargs)
     if y.requires_grad:
-        gradients[id(y)] = total(gradients[id(y)], g) if id(y) in gradients else g
+        gradients[id(y)] = add_gradients(gradients[id(y)], g) if id(y) in gradients else g
     for inner in reversed(toposort([y], newer_than=start)):
         if inner.node is not None and id(inner) in gradients:
-            pull(inner, gradients.pop(id(inner)), gradients, differentiable=True)
+            backprop_node(inner, gradients.pop(id(inner)), gradients, differentiable=True)
 
 
 def apply_joint_rule(node: Node, call: tuple[Any, ...], differentiable: bool) -> Sequence[Any]:
@@ -195,7 +199,10 @@ def apply_joint_rule(node: Node, call: tuple[Any, ...], differentiable: bool) ->
     op = node.op
     assert op.joint_rule is not None
     if differentiable:
-        raise TypeError(f"primitive {op.name!r} has a joint rule only: name its composition for second derivatives")
+        raise TypeError(
+            f"primitive {op.name!r} has a joint rule only, which gives no second derivatives: write its composition "
+            f"from simpler primitives, and register it with @{op.name}.composed_of"
+        )
     gradients = op.joint_rule(*call, **node.kwargs)
     n, wanted = len(gradients), len(node.inputs)
     if n != wanted:
@@ -208,22 +215,22 @@ def rule_of(op: Primitive[..., Any], i: int) -> Any:
     rule = op.rule(i)
     if rule is None:
         raise TypeError(
-            f"primitive {op.name!r} has no derivative rule for its argument {op.argument(i)!r}: give it one per "
+            f"primitive {op.name!r} has no derivative rule for its argument {op.argument_name(i)!r}: give it one per "
             f"argument with {op.name}.vjps(...), or pass a tensor that needs no gradient"
         )
     return rule
 
 
-def total(a: Any, b: Any) -> Any:
+def add_gradients(a: Any, b: Any) -> Any:
     """`a + b`, as an array where NumPy alone would give a scalar (of 0-d arrays)."""
     result = a + b
     return result if result.__class__ is ndarray or is_value(result) else np.asarray(result)
 
 
-def fit(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
+def match_operand(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
     """Convert what a rule returned for `x` to the shape and dtype of `x`, and to a value if `x` is one."""
     if gradient is None:
-        raise TypeError(f"the rule of primitive {op.name!r} for its argument {op.argument(i)!r} returned None")
+        raise TypeError(f"the rule of primitive {op.name!r} for its argument {op.argument_name(i)!r} returned None")
     if is_value(x) and not is_value(gradient):
         gradient = type(x)(gradient)
     elif gradient.__class__ is not ndarray and not is_value(gradient):
@@ -240,7 +247,7 @@ def unbroadcast(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
     stretched = tuple(added + k for k, (n, m) in enumerate(zip(trailing, x.shape, strict=False)) if m == 1 and n != 1)
     if added < 0 or any(n != m and m != 1 for n, m in zip(trailing, x.shape, strict=True)):
         raise ValueError(
-            f"the rule of primitive {op.name!r} for its argument {op.argument(i)!r} returned a gradient of shape "
+            f"the rule of primitive {op.name!r} for its argument {op.argument_name(i)!r} returned a gradient of shape "
             f"{gradient.shape}; expected {tuple(x.shape)}, or a shape that {tuple(x.shape)} broadcasts to"
         )
     if added or stretched:
@@ -249,13 +256,15 @@ def unbroadcast(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
 
 
 def backward(root: Any, seed: ndarray, leaves_only: bool = False) -> None:
-    """Add gradients to the `.grad` of leaves and set those of intermediates (not with `leaves_only`).
+    """Compute gradients: add them to the `.grad` of leaves, and store them as the `.grad` of intermediates.
 
-    Nothing is stored before the sweep has succeeded. Every `.grad` is a new array, shared with nothing.
+    With `leaves_only` the `.grad` of intermediates is not touched. Nothing is stored before the sweep has succeeded.
+    Every `.grad` is a new array, shared with nothing.
     """
     received = [(value, g) for value, g in sweep(root, seed) if value.node is None or not leaves_only]
-    totals = [
-        g.copy() if value.node is not None or value.grad is None else total(value.grad, g) for value, g in received
-    ]
-    for (value, _), gradient in zip(received, totals, strict=True):
+    results = []
+    for value, g in received:
+        accumulates = value.node is None and value.grad is not None
+        results.append(add_gradients(value.grad, g) if accumulates else g.copy())
+    for (value, _), gradient in zip(received, results, strict=True):
         value.grad = gradient

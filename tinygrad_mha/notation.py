@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["ATOM", "POWER", "PRODUCT", "SIGN", "SUM", "Call", "Formula", "Writer", "function", "hidden", "infix"]
+__all__ = ["ATOM", "POWER", "PRODUCT", "SIGN", "SUM", "Call", "Formula", "FormulaWriter", "function", "hidden", "infix"]
 __all__ += ["is_causal", "is_range", "write_constant", "write_number", "write_shape"]
 
 SUM, PRODUCT, SIGN, POWER, ATOM = range(5)
@@ -86,7 +86,7 @@ class Call(NamedTuple):
         return [operand.text for operand in self.operands if operand]
 
 
-Writer = Callable[[Call], Formula]
+FormulaWriter = Callable[[Call], Formula]
 
 # --------------------------------------------------------------------------------------------------------------------
 # Constants
@@ -151,7 +151,7 @@ def write_quotient(x: Formula, divisor: str) -> Formula:
 # Writers for new primitives too
 
 
-def infix(sign: str, level: int = PRODUCT, associative: bool = False) -> Writer:
+def infix(sign: str, level: int = PRODUCT, associative: bool = False) -> FormulaWriter:
     """A writer of `a sign b` at `level`. Unless `associative`, a right operand of the same level is in brackets."""
 
     def write(c: Call) -> Formula:

@@ -1,7 +1,7 @@
 """Primitives: pure functions of arrays, each with one derivative rule per array argument.
 
-A primitive does not depend on Tensor. Called with arrays it is the NumPy function it was written as. If an argument has
-a method `__apply_primitive__`, as a Tensor has, that method makes the call and records it.
+A primitive does not depend on Tensor. If all arguments are arrays, a call simply runs the NumPy function. If one has a
+method `__apply_primitive__`, as a Tensor has, that method runs the function and records the call in the graph.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 
 import numpy as np
 
-from tinygrad_mha.notation import Call, Writer, write_call
+from tinygrad_mha.notation import Call, FormulaWriter, write_call
 
 __all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_operand", "from_data", "primitive"]
 
 REGISTRY: dict[str, Primitive[..., Any]] = {}
 
 # What a primitive does. Pictures decide by it what gets a box of its own and what becomes part of a formula.
+# Computing kinds make new numbers, arranging kinds only select or move elements. Those that are not obvious:
 #     choice: selects elements of its arguments by a condition    mask: sets elements that are not allowed to -inf
 #     normalization: of each row to a mean, a variance, a sum     distribution: rows are positive and sum to 1
 #     movement: the same elements in another shape, order, dtype  index: a part of an array
@@ -29,14 +30,14 @@ Arranging = Literal["choice", "mask", "movement", "index", "scatter", "join", "l
 Kind = Literal[Computing, Arranging, "product", "attention", "loss"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-# What an array argument is. A plain array given as an "operand" is a constant of the formula, as is a mask; a plain
-# array in another role is drawn. A leaf that is used as a weight or bias is a parameter.
+# What an array argument is. In pictures, a plain array in the role "operand" or "mask" is a constant in the formula; a
+# plain array in another role gets a box. A leaf that is used as a weight or bias is a parameter.
 Role = Literal["operand", "data", "weight", "bias", "ids", "targets", "mask"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Traced(Protocol):
-    """What records the primitives that are applied to it: Tensor."""
+    """A type that records the primitives applied to it, such as Tensor."""
 
     @staticmethod
     def __apply_primitive__(op: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -50,13 +51,14 @@ T = TypeVar("T", bound=Traced)
 class Primitive(Generic[P, R_co]):
     """A differentiable function of arrays.
 
-    Its type takes the parameters of the function behind the first array, and what the function is annotated to return.
-    A call whose first argument is a Tensor is typed as a Tensor, any other call as annotated. A function of several
-    arrays is annotated `-> Any`, because one of the later arguments may be a Tensor.
+    For type checkers it is `Primitive[P, R]`: P are the parameters after the first array, R is the annotated result. If
+    the first argument of a call is a Tensor, the result is typed as a Tensor, else as R. A function of several arrays
+    is annotated `-> Any`, because a later argument may be a Tensor.
 
     Attributes:
         name: its name in graphs, errors and the registry.
         forward: the function, `forward(*arrays, **keywords)`, returning an array or `(array, *residuals)`.
+        arrange: `arrange(inputs, keywords) -> (inputs, keywords)` converts other ways to call it to this one, or None.
         arguments: names of the array arguments; the last one repeats if `variadic`.
         defaults: the keywords that have a default, and their default values.
         rules: one derivative rule per array argument, or None for an argument without derivative.
@@ -79,7 +81,7 @@ class Primitive(Generic[P, R_co]):
         kind: Kind = "function",
         roles: Sequence[Role] = (),
         label: str | None = None,
-        formula: Writer = write_call,
+        formula: FormulaWriter = write_call,
         sentence: Callable[[Call], str] | None = None,
     ) -> None:
         self.name = forward.__name__
@@ -92,8 +94,8 @@ class Primitive(Generic[P, R_co]):
         for p in parameters:
             if p.kind is p.VAR_KEYWORD or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default not in (p.empty, None)):
                 raise TypeError(
-                    f"{self.name}: {p} is neither an array argument (positional; optional ones have the default None) "
-                    f"nor a keyword (after *)"
+                    f"{self.name}: expected array arguments (positional; optional ones have the default None) and "
+                    f"options after *, got {p}; if that is an option, put it after *"
                 )
         self.arguments = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         self.variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -102,7 +104,7 @@ class Primitive(Generic[P, R_co]):
         self.keywords_known = frozenset(self.keywords)
         self.defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
         self.rules: tuple[Callable[..., Any] | None, ...] | None = None
-        self.underivable: frozenset[int] = frozenset()  # the arguments whose rule is None
+        self.without_rule: frozenset[int] = frozenset()  # the arguments whose rule is None
         self.each_rule: Callable[..., Any] | None = None
         self.joint_rule: Callable[..., Any] | None = None
         self.composition: Callable[..., Any] | None = None
@@ -128,7 +130,7 @@ class Primitive(Generic[P, R_co]):
             expected = "one rule with vjp_each" if self.variadic else f"{len(self.arguments)} rules: {self.arguments}"
             raise TypeError(f"primitive {self.name!r} expects {expected}, got {len(rules)}")
         self.rules = rules
-        self.underivable = frozenset(i for i, rule in enumerate(rules) if rule is None)
+        self.without_rule = frozenset(i for i, rule in enumerate(rules) if rule is None)
         return self
 
     def vjp_each(self, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +157,7 @@ class Primitive(Generic[P, R_co]):
             return partial(self.each_rule, i)
         return self.rules[i] if self.rules is not None else None
 
-    def argument(self, i: int) -> str:
+    def argument_name(self, i: int) -> str:
         """The name of array argument `i`, for messages."""
         return f"{self.arguments[-1]}[{i}]" if self.variadic else self.arguments[i]
 
@@ -200,7 +202,13 @@ class Primitive(Generic[P, R_co]):
         unknown = [name for name in named if name not in self.arguments[len(inputs) :]]
         if unknown:
             shapes = ", ".join(str(np.shape(x)) for x in inputs)
-            raise TypeError(f"{self!r} has no argument {unknown[0]!r} to give besides arrays of shapes {shapes}")
+            raise TypeError(
+                f"{self.name} has no argument {unknown[0]!r}, or it is one of the arrays given by position (shapes "
+                f"{shapes}); the arguments are {', '.join(self.arguments + self.keywords)}"
+            )
+        absent = [name for name in self.arguments[len(inputs) : self.required] if name not in named]
+        if absent:
+            raise TypeError(f"{self.name}: expected the arrays {self.arguments}; missing {tuple(absent)}")
         missing = self.arguments[len(inputs) :]
         last = max(missing.index(name) for name in named)
         placed = tuple(named.get(name) for name in missing[: last + 1])
@@ -228,7 +236,7 @@ class Primitive(Generic[P, R_co]):
 def as_operand(x: Any) -> Any:
     """Convert an operand to what forwards and rules accept: an array, a Python number, or None.
 
-    NumPy scalars become Python numbers, so that they are weak: a float32 array times `np.float64(2)` stays float32.
+    NumPy scalars become Python numbers, which promote no array: a float32 array times `np.float64(2)` stays float32.
     A list becomes a float32 array, as in `Tensor`.
     """
     if x.__class__ is np.ndarray or x is None:
@@ -240,11 +248,11 @@ def as_operand(x: Any) -> Any:
 
 def from_data(data: Any) -> np.ndarray:
     """Convert data to an array: arrays keep their dtype, Python numbers and lists become float32 (booleans: bool)."""
-    keeps = isinstance(data, (np.ndarray, np.generic)) or hasattr(data, "__array_interface__")
+    keeps_dtype = isinstance(data, (np.ndarray, np.generic)) or hasattr(data, "__array_interface__")
     array = np.asarray(data)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"expected numbers, got dtype {array.dtype} from {type(data).__name__}")
-    return array if keeps or array.dtype.kind == "b" else array.astype(np.float32)
+    return array if keeps_dtype or array.dtype.kind == "b" else array.astype(np.float32)
 
 
 @overload
@@ -257,7 +265,7 @@ def primitive(
     kind: Kind = ...,
     roles: Sequence[Role] = ...,
     label: str = ...,
-    formula: Writer = ...,
+    formula: FormulaWriter = ...,
     sentence: Callable[[Call], str] = ...,
     arrange: Callable[..., Any] = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], R_co]], Primitive[P, R_co]]: ...

@@ -524,7 +524,7 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
     out._needs_grad = False
     if needed and value.dtype.kind == "f":
         out._needs_grad = True
-        if op.underivable:
+        if op.without_rule:
             _check_derivable(op, needed)
         out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, scope)
     elif needed and value.dtype.kind == "c":
@@ -557,10 +557,10 @@ def _copy_constants(inputs: tuple[Any, ...], arrays: list[Any]) -> None:
 
 def _check_derivable(op: Primitive[..., Any], needed: tuple[int, ...]) -> None:
     for i in needed:
-        if i in op.underivable:
+        if i in op.without_rule:
             raise TypeError(
-                f"argument {op.argument(i)!r} of {op.name!r} has no derivative, so it takes no tensor that needs a "
-                f"gradient: use .detach()"
+                f"argument {op.argument_name(i)!r} of {op.name!r} has no derivative, so it takes no tensor that needs "
+                f"a gradient: use .detach()"
             )
 
 

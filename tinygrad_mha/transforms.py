@@ -73,7 +73,7 @@ def grad(
 
 
 def variable(x: Any) -> Tensor:
-    """`x` as a tensor to differentiate by: a new leaf, or an alias that keeps the graph behind a tensor."""
+    """A tensor to differentiate with respect to: a new leaf, or, for a tensor with a graph, an alias that keeps it."""
     if isinstance(x, Tensor) and x.requires_grad:
         with modes.enable_grad():
             return ops.reshape(x, shape=x.shape)

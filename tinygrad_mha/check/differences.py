@@ -1,13 +1,13 @@
 """Finite differences: how a derivative is estimated, and when an analytic one agrees with it.
 
-A number L is given as a function without arguments that returns summands of L. Its derivative along a direction v of a
-tensor x is estimated by
+L is a sum of many numbers. It is given as a function without arguments, which returns the arrays of its summands. The
+derivative of L along a direction v of a tensor x is estimated by
 
     (L(x + h v) - L(x - h v)) / 2h
 
-If that disagrees with the analytic derivative, it is repeated for a range of steps h: between truncation (large h) and
-rounding (small h) the estimates settle, on the analytic value if the rule is right and beside it if it is wrong. Where
-the slopes to the left and to the right differ, there is no derivative: a kink.
+If that disagrees with the analytic derivative, the estimate is repeated for a range of steps h. Large h have truncation
+errors, small h have rounding errors; between them the estimate hardly changes with h. If it is then the analytic value,
+the rule is right, else it is wrong. Where the slopes to the left and to the right differ (a kink), L has no derivative.
 
 Rounding is bounded by the `condition` of L. A relative error u in a tensor t of the graph changes L by at most
 u * sum|t dL/dt|, and the sum of that over all tensors is the condition: differences below u * condition / h are
@@ -28,18 +28,18 @@ from tinygrad_mha.check.report import Difference, Entry
 __all__ = ["STEP", "Comparison"]
 
 STEP = 6e-6  # about the cube root of the rounding unit: the best step for a central difference
-SWEEP = tuple(10.0**-k for k in range(1, 10))
-ROUNDING = 10 * float(np.finfo(np.float64).eps)
+STEPS = tuple(10.0**-k for k in range(1, 10))  # the steps to try if the first one disagrees
+ROUNDING = 10 * float(np.finfo(np.float64).eps)  # the relative error u of an intermediate, with some margin
 ZERO = 1e-11  # a gradient this small, measured against condition / |x|, is zero up to rounding
-DROWNED = 1e-4  # an error of this part of the largest gradient is never excused by rounding
+MAX_ROUNDING = 1e-4  # rounding may explain an error of at most this fraction of the largest gradient
 
 Loss = Callable[[], list[np.ndarray]]
 
 
 class Line:
-    """L along the direction `direction` through `x`, which is moved in place and put back.
+    """Difference quotients of L at `x` along `direction`. `x` is moved in place and put back.
 
-    Steps are relative to the largest element that moves, but at least absolute.
+    A step `h` moves x by h * size * direction, where size = max(1, largest |element| that moves).
     """
 
     def __init__(self, x: np.ndarray, direction: np.ndarray, loss: Loss) -> None:
@@ -72,12 +72,12 @@ class Line:
 
 @dataclass
 class Comparison:
-    """The analytic gradient of L by one tensor, compared with finite differences.
+    """The analytic gradient of L with respect to one tensor x, compared with finite differences.
 
     Attributes:
         entry: receives the results.
         x: the array of the tensor, float64.
-        gradient: the analytic gradient of L by x.
+        gradient: the analytic gradient of L with respect to x.
         loss: returns the summands of L.
         condition: the condition of L.
         step: the first step to try.
@@ -99,16 +99,18 @@ class Comparison:
 
     def agrees(self, direction: np.ndarray) -> bool:
         """Whether the analytic and the numeric derivative along `direction` agree."""
-        return self._measure(Line(self.x, direction, self.loss), ())[1]
+        _, agrees, _ = self._measure(Line(self.x, direction, self.loss), ())
+        return agrees
 
     def check_element(self, index: tuple[int, ...]) -> None:
-        """Compare the derivatives by one element and enter the result."""
+        """Compare the derivatives with respect to one element and enter the result."""
         direction = np.zeros_like(self.x)
         direction[index] = 1.0
         line = Line(self.x, direction, self.loss)
         difference, agrees, sweep = self._measure(line, index)
         entry = self.entry
         is_worst = entry.worst is None or not difference.absolute <= entry.worst.absolute  # nan is the worst
+        # `entry.worst` is the worst element that agrees, until one is wrong; from then on it is the worst wrong one.
         if agrees:
             if entry.status == "ok" and is_worst:
                 entry.worst = difference
@@ -134,7 +136,7 @@ class Comparison:
         first = Difference(self.entry.name, index, analytic, line.central(self.step))
         if self._within_tolerance(first, self._rounding(line, self.step)):
             return first, True, []
-        sweep = [(h, line.central(h)) for h in SWEEP]
+        sweep = [(h, line.central(h)) for h in STEPS]
         settled, h = self._settle(sweep, line, first) or (first, self.step)
         return settled, self._within_tolerance(settled, self._rounding(line, h)), sweep
 
@@ -145,7 +147,7 @@ class Comparison:
     def _within_tolerance(self, d: Difference, rounding: float) -> bool:
         scale = largest(self.gradient)
         if scale > ZERO * self.condition:
-            rounding = min(rounding, DROWNED * scale)
+            rounding = min(rounding, MAX_ROUNDING * scale)
         return d.absolute <= self.rtol * max(abs(d.analytic), abs(d.numeric)) + self.atol * scale + rounding
 
     def _settle(
@@ -154,8 +156,8 @@ class Comparison:
         """The estimate on which a sweep settles, with its step; None if no two neighbours are finite.
 
         A sweep settles where its estimates change least from one step to the next. Beside a kink it settles twice, with
-        steps larger and smaller than the distance to it; then the one that agrees with the analytic value counts. A
-        single estimate that agrees does not count: its own error can bring it there.
+        steps larger and smaller than the distance to it; then the one that agrees with the analytic value counts. One
+        estimate that agrees, but differs from its neighbour, does not count: it can agree by chance.
         """
         candidates = []
         for (_, wider), (h, value) in pairwise(sweep):
@@ -164,8 +166,12 @@ class Comparison:
                 steady = self._within_tolerance(replace(first, analytic=wider, numeric=value), rounding)
                 estimate = replace(first, numeric=value)
                 agrees = steady and self._within_tolerance(estimate, rounding)
-                candidates.append((not agrees, abs(value - wider) + rounding, estimate, h))
-        return min(candidates, key=lambda c: c[:2])[2:] if candidates else None
+                # The order of preference: one that agrees, then the smallest change.
+                candidates.append(((not agrees, abs(value - wider) + rounding), estimate, h))
+        if not candidates:
+            return None
+        _, estimate, h = min(candidates, key=lambda candidate: candidate[0])
+        return estimate, h
 
     def _is_kink(self, line: Line, analytic: float) -> bool:
         """Whether the slopes left and right differ at every scale, with the analytic value between the two."""

@@ -1,13 +1,13 @@
-"""Compare derivatives by the rules with finite differences.
+"""Compare the gradients that backward computes with finite differences.
 
-A random cotangent c makes a number of a function: L(x) = <c, f(x)>. Its gradient G by the rules is right if in every
-direction v
+A random cotangent c reduces the outputs of a function f to one number: L(x) = <c, f(x)>. The gradient G of L that
+backward computes is right if in every direction v
 
     <G, v> = (L(x + h v) - L(x - h v)) / 2h
 
-up to truncation and rounding. `check_variable` tries a random direction that moves all elements, then the directions
-that move one; everything else prepares or explains that. The second order is the same check of another function: the
-map from the inputs and the cotangent to the gradients.
+up to truncation and rounding. `check_variable` compares the two sides in a random direction that moves all elements,
+then in the directions that move one element. For second derivatives, the same check runs on another function: the one
+that maps the inputs and the cotangent to the gradients.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def gradcheck(
     zero: Sequence[str] = (),
     raises: bool = True,
 ) -> GradcheckReport:
-    """Check the gradients of a function or a module by every floating input and every named parameter.
+    """Check the gradients of a function or module with respect to all floating inputs and named parameters.
 
     The check computes in float64, whatever the dtypes of the inputs. Afterwards the parameters have their own arrays
     again, and no `.grad` has changed. An array given twice counts as two inputs. Tensors with more than 200 elements
-    are compared at 200 of them and in one random direction of all; if only the direction disagrees, the wrong element
-    is searched.
+    are compared at 200 of them and in one random direction of all. If only the direction disagrees, a bisection looks
+    for the wrong element.
 
     Args:
         f: a function of tensors that returns a tensor, or a tuple, list or dict of them; or an nn.Module.
@@ -54,17 +54,18 @@ def gradcheck(
             masks, options) are passed on as they are.
         order: 2 checks the second derivatives too.
         eps: the step, relative to max(1, |x|); chosen automatically when None.
-        rtol, atol: an element passes within rtol * its size + atol * the largest gradient of its tensor.
-        seed: of the cotangent, the directions and the sampled elements.
+        rtol, atol: the allowed error of an element: rtol * |element| + atol * the largest |gradient| of its tensor.
+        seed: seeds the random cotangent, directions and sampled elements.
         zero: names of inputs or parameters whose gradient is expected to be zero everywhere.
-        raises: whether a failed check raises GradcheckError; the report is the same.
+        raises: if False, a failed check returns its report instead of raising GradcheckError with it.
 
     Returns:
         The report: `.ok`, `.worst`, `.entries`, `.to_dict()`; its text is a table.
 
     Raises:
-        GradcheckError: with the report, if a gradient is wrong; if it is zero everywhere although the output is built
-            on the input, which proves nothing (`softmax(x).sum()`); or if two calls differ (dropout).
+        GradcheckError: with the report, if a gradient is wrong; if two calls give different values (dropout); or if the
+            output depends on an input but the gradient is zero everywhere, so that the check could not fail
+            (`softmax(x).sum()` is constant).
         ValueError: no input and no parameter is floating, or an argument is invalid.
         TypeError: `f` returns something that is not a tensor.
 
@@ -114,7 +115,7 @@ def check_map(
     zero: Sequence[str],
     **tolerances: float,
 ) -> Iterator[Entry]:
-    """Check the gradient of L = <c, outputs> by each variable, for a random cotangent c.
+    """Check the gradient of L = <c, outputs> with respect to each variable, for a random cotangent c.
 
     `evaluate` computes the outputs again, after a variable has moved.
     """
@@ -137,12 +138,12 @@ def check_map(
         if order == 2 and entry.status == "ok" and entry.checked and not gradient.any():
             entry.status = "zero"
         if order == 1 and entry.checked and comparison.is_zero():
-            judge_zero(entry, id(x) in gradients, name in zero)
+            set_zero_status(entry, id(x) in gradients, name in zero)
         yield entry
 
 
 def check_variable(comparison: Comparison, rng: np.random.Generator) -> None:
-    """Compare the gradient by one tensor along a random direction, then element by element."""
+    """Compare the gradient of one tensor along a random direction, then element by element."""
     entry, x = comparison.entry, comparison.x
     direction = rng.choice([-1.0, 1.0], x.shape) * np.isfinite(x)  # masked scores are -inf: they cannot move
     agrees = comparison.agrees(direction)
@@ -160,8 +161,11 @@ def check_variable(comparison: Comparison, rng: np.random.Generator) -> None:
         entry.note += f"\n{entry.kinks[0]}"
 
 
-def judge_zero(entry: Entry, reached: bool, expected: bool) -> None:
-    """Set the status of an input whose analytic gradient is zero everywhere."""
+def set_zero_status(entry: Entry, reached: bool, expected: bool) -> None:
+    """Set the status of an input whose analytic gradient is zero everywhere; see `Entry` for the words.
+
+    `reached`: the graph leads from the output to it. `expected`: the caller named it in `zero`.
+    """
     if entry.status == "wrong":
         if not reached:
             entry.status = "cut"
@@ -249,7 +253,8 @@ def select_floating(result: Any) -> list[Tensor]:
 
 def find_problem(f: Callable[[], list[Tensor]]) -> str:
     """Why differences of `f` would mean nothing, or ""."""
-    values, again = ([y.numpy().copy() for y in f()] for _ in range(2))
+    values = [y.numpy().copy() for y in f()]
+    again = [y.numpy().copy() for y in f()]
     if not values:
         return "the function returns no floating tensor"
     equal = [np.array_equal(v, w, equal_nan=True) for v, w in zip(values, again, strict=False)]

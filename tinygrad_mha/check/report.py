@@ -11,7 +11,7 @@ __all__ = ["Difference", "Entry", "GradcheckError", "GradcheckReport"]
 
 @dataclass
 class Difference:
-    """An analytic and a numeric derivative by the element `index` of the tensor `name`.
+    """An analytic and a numeric derivative with respect to the element `index` of the tensor `name`.
 
     Attributes:
         absolute: |analytic - numeric|.

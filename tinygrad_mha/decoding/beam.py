@@ -1,8 +1,8 @@
-"""Beam search: looks for the most probable continuation while following a limited number of beginnings.
+"""Beam search: look for the most probable continuation, keeping only a limited number of prefixes at each step.
 
-Greedy decoding takes the most probable next token at every step and never revises it. A beam search keeps the best few
-beginnings, because the second best beginning may have the best continuation. A beam of 1 is greedy decoding; a beam as
-wide as the number of sequences is exhaustive search.
+Greedy decoding takes the most probable next token at every step and never revises it. Beam search keeps the best few
+prefixes, because the second best prefix may have the best continuation. Their number is the beam width, `beam`. A width
+of 1 is greedy decoding; a width as large as the number of sequences is exhaustive search.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 
 from tinygrad_mha.arguments import check_count, is_number
 
-__all__ = ["Beams", "Hypothesis", "Node", "beam_search", "check_length_penalty"]
+__all__ = ["BeamSearchResult", "Hypothesis", "SearchNode", "beam_search", "check_length_penalty"]
 
-Step = Callable[[np.ndarray, np.ndarray], Any]
+StepFunction = Callable[[np.ndarray, np.ndarray], Any]
 End = int | Callable[[np.ndarray], bool] | None
 
 KEPT, ENDED, DROPPED = "kept", "ended", "dropped"
 
 
-class Node(NamedTuple):
+class SearchNode(NamedTuple):
     """A token that was considered as the continuation of another node (-1: of the start)."""
 
     token: int
     log_probability: float  # of all tokens from the start to this one
     parent: int
-    fate: str  # "kept" (continued), "ended" (the sequence ended here) or "dropped" (not among the best)
+    status: str  # "kept" (continued), "ended" (the sequence ended here) or "dropped" (not among the best)
 
 
 class Hypothesis(NamedTuple):
@@ -41,11 +41,11 @@ class Hypothesis(NamedTuple):
     node: int  # index of its last node
 
 
-class Beams(NamedTuple):
+class BeamSearchResult(NamedTuple):
     """The result of a search: all hypotheses, best first, and every node that was considered."""
 
     hypotheses: list[Hypothesis]
-    nodes: list[Node]
+    nodes: list[SearchNode]
 
     @property
     def best(self) -> Hypothesis:
@@ -67,7 +67,7 @@ class Beams(NamedTuple):
             i, indent = stack.pop()
             node = self.nodes[i]
             last = i == children[node.parent][-1]
-            mark = marks[node.fate] + (" *" if i == self.best.node else "")
+            mark = marks[node.status] + (" *" if i == self.best.node else "")
             probability = np.exp(node.log_probability)
             lines.append(f"{indent}{'└' if last else '├'} {name(node.token)} {probability:.2g}{mark}")
             stack += [(child, indent + ("  " if last else "│ ")) for child in reversed(children.get(i, []))]
@@ -75,18 +75,18 @@ class Beams(NamedTuple):
 
 
 def beam_search(
-    step: Step, start: Iterable[int], end: End, beam: int, max_new_tokens: int, length_penalty: float = 0.0
-) -> Beams:
+    step: StepFunction, start: Iterable[int], end: End, beam: int, max_new_tokens: int, length_penalty: float = 0.0
+) -> BeamSearchResult:
     """Search for the continuation of `start` with the highest score.
 
     score = total log-probability / ((5 + n) / 6) ** length_penalty (arXiv:1609.08144, equation 14) with n new tokens,
     the one that ended the sequence included. Each token lowers the log-probability, so a penalty of 0 prefers short
-    sequences; with 0.6 to 1 longer ones can win. The penalty ranks complete sequences only: beginnings of one step
-    have the same length.
+    sequences; with 0.6 to 1 longer ones can win. The penalty matters for complete sequences only: the prefixes of one
+    step have the same length.
 
-    At every step each beginning is extended by every token, and the most probable of these continue: as many as `beam`
-    minus the number of sequences that have ended. Ties keep the better ranked beginning, then the lower token id. Of
-    complete sequences with the same score the shorter is better, then the one with lower ids.
+    At every step each prefix is extended by every token. The most probable extensions are kept: `beam` minus the number
+    of sequences that have ended. At a tie, the extension of the better ranked prefix is kept, then the lower token id.
+    If complete sequences have the same score, the shorter one is better, then the one with the lower ids.
 
     Args:
         step: `step(prefixes, parents)` returns log-probabilities (n, V) of the next token of each of `prefixes`
@@ -95,7 +95,7 @@ def beam_search(
         start: the ids to continue, at least one.
         end: the token that ends a sequence, or a function that takes the new tokens (n,) of a sequence and returns
             whether it ends with the last of them; None if there is none.
-        beam: the number of sequences that are followed.
+        beam: the beam width: the largest number of prefixes kept, and of sequences found.
         max_new_tokens: the number of tokens after which a sequence ends in any case.
         length_penalty: 0 or more, see above.
 
@@ -113,22 +113,22 @@ def beam_search(
     check_length_penalty(length_penalty)
     if prefix.ndim != 1 or prefix.size == 0 or prefix.dtype.kind not in "iu":
         raise ValueError(f"start must be a row of at least one id, got {prefix!r}")
-    ends = end if callable(end) else lambda tokens: tokens[-1] == end
-    prefixes, logs = prefix[None], np.zeros((1, 0))  # the ids of each beginning, and the log-probabilities of new ones
-    row_nodes = [-1]  # the last node of each beginning
+    is_end = end if callable(end) else lambda tokens: tokens[-1] == end
+    prefixes, logs = prefix[None], np.zeros((1, 0))  # ids (n, t), and the log-probabilities of their new tokens
+    row_nodes = [-1]  # the last node of each prefix
     parents = np.zeros(1, np.int64)
-    nodes: list[Node] = []
+    nodes: list[SearchNode] = []
     ended: list[Hypothesis] = []
     for n in range(1, max_new_tokens + 1):
-        table = check_step(step(prefixes, parents), len(prefixes))
+        table = check_step(step(prefixes, parents), len(prefixes))  # log-probabilities of the next token, (n, V)
         totals = logs.sum(axis=1, keepdims=True) + table
-        chosen = find_best(totals.ravel(), beam - len(ended))
+        chosen = find_best(totals.ravel(), beam - len(ended))  # flat indices: row * V + token
         parents, tokens = np.divmod(chosen, totals.shape[1])
         prefixes = np.concatenate([prefixes[parents], tokens[:, None]], axis=1)
         logs = np.concatenate([logs[parents], table.ravel()[chosen, None]], axis=1)
-        done = np.array([n == max_new_tokens or bool(ends(row[len(prefix) :])) for row in prefixes])
-        fates = {int(flat): ENDED if ended_here else KEPT for flat, ended_here in zip(chosen, done, strict=True)}
-        index = add_nodes(nodes, totals, row_nodes, fates, beam)
+        done = np.array([n == max_new_tokens or bool(is_end(row[len(prefix) :])) for row in prefixes])
+        statuses = dict(zip(chosen.tolist(), np.where(done, ENDED, KEPT).tolist(), strict=True))
+        index = add_nodes(nodes, totals, row_nodes, statuses, beam)
         for i in np.flatnonzero(done):
             node = index[int(chosen[i])]
             total = nodes[node].log_probability
@@ -138,7 +138,8 @@ def beam_search(
             break
         row_nodes = [index[int(flat)] for flat in chosen[~done]]
         prefixes, logs, parents = prefixes[~done], logs[~done], parents[~done]
-    return Beams(sorted(ended, key=lambda found: (-found.score, len(found.tokens), found.tokens.tolist())), nodes)
+    ended.sort(key=lambda found: (-found.score, len(found.tokens), found.tokens.tolist()))
+    return BeamSearchResult(ended, nodes)
 
 
 def check_length_penalty(value: Any) -> None:
@@ -157,18 +158,19 @@ def find_best(totals: np.ndarray, n: int) -> np.ndarray:
 
 
 def add_nodes(
-    nodes: list[Node], totals: np.ndarray, row_nodes: list[int], fates: dict[int, str], beam: int
+    nodes: list[SearchNode], totals: np.ndarray, row_nodes: list[int], statuses: dict[int, str], beam: int
 ) -> dict[int, int]:
-    """Append the `beam` best continuations of every beginning to `nodes`, which include all those in `fates`.
+    """Append the `beam` best extensions of every prefix to `nodes`; return {flat index into `totals`: node index}.
 
-    `fates` maps flat indices into `totals` to what became of these continuations; the result maps them to their nodes.
+    `statuses` gives the status of the chosen extensions, by flat index; all others were dropped. The `beam` best
+    extensions of each prefix include every chosen one.
     """
     index = {}
     for row, line in enumerate(totals):
         for token in find_best(line, beam).tolist():
             flat = row * totals.shape[1] + token
             index[flat] = len(nodes)
-            nodes.append(Node(token, float(line[token]), row_nodes[row], fates.get(flat, DROPPED)))
+            nodes.append(SearchNode(token, float(line[token]), row_nodes[row], statuses.get(flat, DROPPED)))
     return index
 
 
@@ -178,7 +180,8 @@ def check_step(log_probabilities: Any, n: int) -> np.ndarray:
     if array.ndim != 2 or len(array) != n:
         raise ValueError(f"step must return log-probabilities (n, V) for the n = {n} prefixes, got shape {array.shape}")
     if np.isnan(array).any():
-        raise ValueError("step returned nan, expected log-probabilities")
+        row = int(np.argwhere(np.isnan(array))[0, 0])
+        raise ValueError(f"step returned nan for prefix {row}, expected log-probabilities (-inf: impossible)")
     if not (array > -np.inf).any():
-        raise ValueError("step returned only -inf: no token is possible")
+        raise ValueError("step returned only -inf, expected at least one possible token for at least one prefix")
     return array

@@ -1,8 +1,8 @@
 """Text from a language model: `generate` and `stream`, the checks of their arguments, and the loop that both run.
 
-The cached loop reads every token once and keeps its keys and values. With `use_cache=False` every step reads all tokens
-again; the tests compare the two. Prompts of different lengths are padded on the left, so that their last tokens are
-aligned. Padding is hidden from every query, and positions count from the first token of each row.
+With a cache, the model processes every token once and keeps its keys and values. With `use_cache=False` every step
+processes all tokens again; the tests compare the two. Prompts of different lengths are padded on the left, so that
+their last tokens are aligned. No query attends to padding, and positions count from the first token of each row.
 
 Axes: B rows (prompts), R rows that are still running, T tokens, V vocabulary.
 """
@@ -21,7 +21,7 @@ from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.decoding.beam import Hypothesis, beam_search, check_length_penalty
 from tinygrad_mha.decoding.language_model import Cache, LanguageModel, make_cache
 from tinygrad_mha.decoding.sampling import Sampler, check_logits, compute_log_probabilities
-from tinygrad_mha.decoding.stops import Writer, parse_end_ids, parse_stops
+from tinygrad_mha.decoding.stops import TextWriter, parse_end_ids, parse_stops
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.tensors import Tensor, plain
 
@@ -31,7 +31,7 @@ Rows = np.ndarray | list[np.ndarray]  # (B, n), or B arrays (n,) if their length
 
 
 class ContextFullWarning(UserWarning):
-    """The context will be full: old tokens are dropped, and every new token costs a whole context."""
+    """The text gets longer than the context: old tokens are dropped, and each new token needs a full forward pass."""
 
 
 class Options(TypedDict, total=False):
@@ -99,23 +99,24 @@ def generate(
         idx: token ids: one prompt (T,), a batch (B, T), or a list of prompts of different lengths. With temperature 0
             each row of a batch equals the result of its prompt alone.
         max_new_tokens: the number of new tokens of each row, unless it stops earlier.
-        temperature: divides the logits; 0 takes the most probable token (of equals the first).
+        temperature: divides the logits; 0 takes the most probable token (at a tie, the one with the lowest id).
         top_k: draw from the k most probable tokens only.
         top_p: draw from the fewest most probable tokens whose probabilities, after top_k, sum to top_p.
         stop: a token id, a string, or a list of these. A row ends with the token that completes one of them. Only the
             new text is searched. Strings need a tokenizer.
-        eos: what ends a text, in addition to `stop`: "model" for `model.end_ids`, which a Hugging Face folder names; a
-            token id or a list of them; None for nothing. The row ends with this token.
+        eos: the end-of-text ids, in addition to `stop`: "model" for `model.end_ids` (from the config of a Hugging Face
+            folder), a token id, a list of them, or None. A row ends with such a token, which is included.
         tokenizer: decodes the new tokens to look for strings.
         seed: the same seed gives the same tokens; None draws different ones every time. Each row draws from its own
-            generator, so the rows after it have no influence. NumPy's global generator is not used.
-        use_cache: whether keys and values are kept. Otherwise every step reads all tokens again.
-        on_full: what to do if prompt and new tokens exceed block_size + 1 (the last token is never read). "error"
-            raises a ValueError before anything is computed. "slide" gives a `ContextFullWarning`; once the context is
-            full, positions change with every token, so the last block_size tokens are read again without a cache.
+            generator, so adding rows at the end does not change the others. NumPy's global generator is not used.
+        use_cache: whether keys and values are kept. Otherwise every step processes all tokens again.
+        on_full: what to do if prompt and new tokens exceed block_size + 1 (the last token is never an input). "error"
+            raises a ValueError before anything is computed. "slide" gives a `ContextFullWarning`. Once the context is
+            full, every new token shifts all positions, so the cache is of no use: each step processes the last
+            block_size tokens again.
         logprobs: also return the log-probability of each new token under the model, before temperature, top_k, top_p.
-        beam: with more than 1, the best sequence of a beam search with so many beams, see
-            `tinygrad_mha.decoding.beam_search`. Cannot be combined with temperature, top_k and top_p.
+        beam: the beam width. If it is more than 1, the result is the best sequence of `decoding.beam_search`, and
+            temperature, top_k and top_p cannot be used.
         length_penalty: of the beam search; 0 or more.
 
     Returns:
@@ -138,8 +139,12 @@ def generate(
         model, idx, max_new_tokens, temperature, top_k, top_p, stop, eos, tokenizer, seed, use_cache, on_full
     )
     check_length_penalty(length_penalty)
+    # 1 is the default temperature; 0 means "no sampling", which is true of a beam search.
     if check_count(beam, "beam") > 1 and not (temperature in (0, 1) and top_k is None and top_p is None):
-        raise ValueError("a beam search draws nothing: leave out temperature, top_k and top_p, or beam")
+        raise ValueError(
+            f"a beam search draws nothing at random, so it takes no temperature={temperature}, top_k={top_k}, "
+            f"top_p={top_p}: leave them out, or pass beam=1 instead of {beam}"
+        )
     with model.evaluating(), no_grad():
         new, logs = request.search(beam, length_penalty) if beam > 1 else request.sample(logprobs)
     ids = stack_rows([np.concatenate(pair) for pair in zip(request.prompts, new, strict=True)])
@@ -230,7 +235,7 @@ class Request:
         rows = np.arange(len(pads))  # those that are still running
         cache = self._new_cache()
         for length in range(longest, longest + self.max_new_tokens):
-            logits = check_logits(self._read(ids[rows, :length], pads[rows], cache))
+            logits = check_logits(self._compute_logits(ids[rows, :length], pads[rows], cache))
             tokens = self.sampler.choose(logits, rows)
             ids[rows, length] = tokens
             pieces = [writers[row].write(token) for row, token in zip(rows, tokens, strict=True)]
@@ -243,28 +248,37 @@ class Request:
                 cache = None if cache is None else cache.select(running)
 
     def sample(self, logprobs: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The new tokens of every row and, if asked for, their log-probabilities."""
+        """The new tokens of every row, and their log-probabilities (empty arrays unless `logprobs`)."""
         new: list[list[int]] = [[] for _ in self.prompts]
-        logs: list[list[float]] = [[] for _ in self.prompts]
+        log_probabilities: list[list[float]] = [[] for _ in self.prompts]
         for step in self.steps():
-            table = ops.log_softmax(step.logits) if logprobs else step.logits
-            for i, (row, token) in enumerate(zip(step.rows, step.tokens, strict=True)):
+            for row, token in zip(step.rows, step.tokens, strict=True):
                 new[row].append(token)
-                logs[row].append(table[i, token])
-        return [np.array(row, np.int64) for row in new], [np.array(row, float) for row in logs]
+            if logprobs:
+                table = ops.log_softmax(step.logits)  # (R, V)
+                for i, (row, token) in enumerate(zip(step.rows, step.tokens, strict=True)):
+                    log_probabilities[row].append(table[i, token])
+        return [np.array(row, np.int64) for row in new], [np.array(row, float) for row in log_probabilities]
 
     def stream(self, single: bool) -> Iterator[Any]:
-        """What `stream` yields. The caller's modes hold between two steps."""
+        """Yield what the function `stream` yields.
+
+        Eval mode and no_grad are entered for each step and left before the yield, so the caller never sees them.
+        """
         steps, eval_mode = self.steps(), self.model.evaluating()
         while True:
             with eval_mode, no_grad():
                 step = next(steps, None)
             if step is None:
                 return
-            column: list[Any] = [-1 if self.tokenizer is None else ""] * len(self.prompts)
-            for row, value in zip(step.rows, step.tokens if self.tokenizer is None else step.pieces, strict=True):
-                column[row] = value
-            yield column[0] if single else np.array(column) if self.tokenizer is None else column
+            is_text = self.tokenizer is not None
+            values: list[Any] = ["" if is_text else -1] * len(self.prompts)  # these for rows that have stopped
+            for row, value in zip(step.rows, step.pieces if is_text else step.tokens, strict=True):
+                values[row] = value
+            if single:
+                yield values[0]
+            else:
+                yield values if is_text else np.array(values)
 
     def search(self, beam: int, length_penalty: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The best new tokens of every row by beam search, and their log-probabilities."""
@@ -279,7 +293,7 @@ class Request:
         def step(prefixes: np.ndarray, parents: np.ndarray) -> np.ndarray:
             nonlocal cache
             cache = None if cache is None else cache.select(parents)
-            return compute_log_probabilities(self._read(prefixes, np.zeros(len(prefixes), np.int64), cache))
+            return compute_log_probabilities(self._compute_logits(prefixes, np.zeros(len(prefixes), np.int64), cache))
 
         def ends(tokens: np.ndarray) -> bool:
             writer = self._writer(prompt)
@@ -289,34 +303,37 @@ class Request:
 
         return beam_search(step, prompt, ends, beam, self.max_new_tokens, length_penalty).best
 
-    def _read(self, ids: np.ndarray, pads: np.ndarray, cache: Cache | None) -> np.ndarray:
-        """The logits after the last of the tokens `ids`, (R, T) -> (R, V); reads those that the cache does not hold.
+    def _compute_logits(self, ids: np.ndarray, pads: np.ndarray, cache: Cache | None) -> np.ndarray:
+        """Run the model on `ids` (R, T), without the tokens in the cache -> logits of the next token (R, V).
 
-        The first `pads[i]` ids of row i are padding. Of more than block_size tokens only the last are read.
+        The first `pads[i]` ids of row i are padding. If there are more than block_size ids, only the last are used.
         """
         length = ids.shape[1]
-        first = max(0, length - self.block_size)
-        if first:
+        window = max(0, length - self.block_size)  # the first column of the context
+        if window:
             cache = None  # the position of every token has changed
-        start = first if cache is None else cache.length
-        begin = np.maximum(pads, first)  # the first visible token of each row, which has position 0
+        new = window if cache is None else cache.length  # the first column that the model has not processed
+        visible = np.maximum(pads, window)  # the first column of each row that is not padding; it has position 0
         options: dict[str, Any] = {}
-        if (begin > first).any():
-            options["positions"] = np.maximum(np.arange(start, length) - begin[:, None], 0)
-            options["key_allow"] = np.arange(first, length) >= begin[:, None]
+        if (visible > window).any():
+            options["positions"] = np.maximum(np.arange(new, length) - visible[:, None], 0)
+            options["key_allow"] = np.arange(window, length) >= visible[:, None]
         if cache is not None:
             options["cache"] = cache
-        return self.model(ids[:, start:], last_only=True, **options).numpy()[:, -1]
+        return self.model(ids[:, new:], last_only=True, **options).numpy()[:, -1]
 
     def _new_cache(self) -> Cache | None:
         return make_cache(self.model) if self.use_cache else None
 
-    def _writer(self, prompt: np.ndarray) -> Writer:
-        return Writer(prompt, self.max_new_tokens, self.stops, self.tokenizer)
+    def _writer(self, prompt: np.ndarray) -> TextWriter:
+        return TextWriter(prompt, self.max_new_tokens, self.stops, self.tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arguments and results
+
+
+ROW_TYPES = (list, tuple, np.ndarray, Tensor)
 
 
 def is_single(idx: Any) -> bool:
@@ -325,15 +342,14 @@ def is_single(idx: Any) -> bool:
     return idx.ndim == 1 if isinstance(idx, np.ndarray) else not any(isinstance(row, ROW_TYPES) for row in idx)
 
 
-ROW_TYPES = (list, tuple, np.ndarray, Tensor)
-
-
 def as_prompts(idx: Any, vocab_size: int) -> list[np.ndarray]:
     """Convert ids (T,), (B, T) or a list of rows to a list of integer arrays, and check them."""
     idx = plain(idx)
     expected = "idx must be token ids: (T,), (B, T), or a list of rows of different lengths"
+    if isinstance(idx, str):
+        raise TypeError(f"{expected}; got text, encode it first")
     if not isinstance(idx, ROW_TYPES):
-        raise TypeError(f"{expected}; got {'text, encode it first' if isinstance(idx, str) else type(idx).__name__}")
+        raise TypeError(f"{expected}; got {type(idx).__name__}")
     if isinstance(idx, np.ndarray) and (idx.ndim not in (1, 2) or (idx.ndim == 2 and len(idx) == 0)):
         raise ValueError(f"{expected}; got shape {idx.shape}")
     prompts = [as_ids(row, "idx").astype(np.int64) for row in ([idx] if is_single(idx) else idx)]
@@ -350,13 +366,16 @@ def as_prompts(idx: Any, vocab_size: int) -> list[np.ndarray]:
 
 
 def check_context(prompt: int, new: int, block_size: int, on_full: str) -> None:
-    """Check that `new` tokens after a prompt of `prompt` tokens fit. The last one is not read, so it needs no room."""
+    """Check that a prompt and `new` tokens fit. The last token is never an input, so block_size + 1 tokens fit."""
     check_choice(on_full, ("error", "slide"), "on_full")
     if new == 0 or prompt + new <= block_size + 1:
         return
     excess = f"a prompt of {prompt} and {new} new tokens exceed the context: block_size is {block_size}"
     if on_full == "error":
-        raise ValueError(f'{excess}, plus one token that is not read; shorten one, or pass on_full="slide"')
+        raise ValueError(
+            f"{excess}, so at most {block_size + 1} tokens fit (the last is never an input), got {prompt + new}; "
+            f'shorten the prompt, lower max_new_tokens, or pass on_full="slide"'
+        )
     warnings.warn(
         f"{excess}; once it is full, each new token reads the last {block_size} again, and older ones are dropped",
         ContextFullWarning,

@@ -10,7 +10,7 @@ from tinygrad_mha.arguments import is_integer
 from tinygrad_mha.data import StreamDecoder, Tokenizer
 from tinygrad_mha.decoding.language_model import LanguageModel
 
-__all__ = ["Stops", "Writer", "parse_end_ids", "parse_stops"]
+__all__ = ["Stops", "TextWriter", "parse_end_ids", "parse_stops"]
 
 
 class Stops(NamedTuple):
@@ -67,7 +67,7 @@ def parse_end_ids(eos: Any, model: LanguageModel, vocab_size: int) -> frozenset[
     return frozenset(map(int, ids))
 
 
-class Writer:
+class TextWriter:
     """The new text of one row, token by token, and whether it is done.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import as_ids, check_count, check_ids
-from tinygrad_mha.decoding import Beams, beam_search, check_logits, compute_log_probabilities
+from tinygrad_mha.decoding import BeamSearchResult, beam_search, check_logits, compute_log_probabilities
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 
@@ -118,7 +118,7 @@ class Translator(Module):
 
         Args:
             src: ids (S,) or (B, S).
-            beam: the number of beginnings kept; 1 takes the most probable word at every step.
+            beam: the number of prefixes kept; 1 takes the most probable word at every step.
             max_new_tokens: where a sentence that does not end is cut; `max_len` by default and at most.
             length_penalty: see `beam_search`; it has no effect with a beam of 1.
 
@@ -137,7 +137,9 @@ class Translator(Module):
         return rows[0] if ids.ndim == 1 else rows
 
     @modes.no_grad
-    def search(self, src: Any, beam: int = 4, max_new_tokens: int | None = None, length_penalty: float = 0.0) -> Beams:
+    def search(
+        self, src: Any, beam: int = 4, max_new_tokens: int | None = None, length_penalty: float = 0.0
+    ) -> BeamSearchResult:
         """Run a beam search for one source (S,). Returns all hypotheses, best first, and the tree of the search.
 
         The arguments are those of `generate`. The token ids of a hypothesis end with `end` if it was reached.

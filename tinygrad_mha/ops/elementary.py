@@ -76,8 +76,8 @@ def div(a, b) -> Any:
 
 
 div.vjps(
-    lambda g, y, a, b: quotient(g, b),
-    lambda g, y, a, b: -quotient(quotient(g, b) * a, b),
+    lambda g, y, a, b: divide_gradient(g, b),
+    lambda g, y, a, b: -divide_gradient(divide_gradient(g, b) * a, b),
 )
 
 
@@ -101,41 +101,42 @@ scale.vjps(lambda g, y, x, by: g * by)
 
 @primitive(kind="elementwise", formula=notation.write_pow)
 def pow(a, b) -> Any:
-    """a ** b, real. The derivative by a is 0 where b is 0, the derivative by b is 0 where a is 0.
+    """a ** b; nan, with NumPy's warning, where the power is not real (a negative, b fractional).
 
-    The derivative by the exponent of a negative base is nan, with NumPy's warning.
+    The derivative with respect to a is 0 where b is 0. The derivative with respect to b is 0 where a is 0; where a is
+    negative it is nan, with NumPy's warning.
     """
     return a**b
 
 
 def pow_vjp_base(g, y, a, b):
-    # Infinite for a root at 0, nan for a negative base with a fractional exponent: there the forward has warned.
+    # At a = 0 with b < 1 the slope is infinite. For negative a with fractional b it is nan, and the forward has warned.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return times(g, b * a ** one_less(b))
+        return multiply_gradient(g, b * a ** slope_exponent(b))
 
 
 def pow_vjp_exponent(g, y, a, b):
     one = np.ones((), y.dtype)  # the logarithm in the dtype of the result
-    return times(g * log(where(a == 0, one, a)), y)
+    return multiply_gradient(g * log(where(a == 0, one, a)), y)
 
 
-def one_less(b):
-    """b - 1, and 1 where b is 0, so that b * a ** (b - 1) is 0 there even for a = 0."""
+def slope_exponent(b):
+    """The exponent b - 1 of the derivative; 1 where b is 0, so that b * a ** (b - 1) is 0 there even for a = 0."""
     return where(b == 0, 1, b - 1) if hasattr(b, "shape") else (b - 1 if b else 1)
 
 
 pow.vjps(pow_vjp_base, pow_vjp_exponent)
 
 
-def times(g, slope):
+def multiply_gradient(g, slope):
     """g * slope, but 0 where g is 0 and the slope is infinite or nan."""
     finite = (slope < INFINITY) & (slope > -INFINITY)
     return g * (slope if np.all(finite) else where((g == 0) & ~finite, 0.0, slope))
 
 
-def quotient(g, d):
+def divide_gradient(g, d):
     """g / d, but 0 where g is 0 and d is 0 or nan. Other divisions by 0 are infinite."""
-    usable = (d > 0) | (d < 0)
+    usable = (d > 0) | (d < 0)  # a Python bool if d is a Python number, so below np.logical_not, not ~
     if np.all(usable):
         return g / d
     with np.errstate(divide="ignore"):
@@ -152,7 +153,7 @@ def exp(x) -> np.ndarray:
     return np.exp(x)
 
 
-exp.vjps(lambda g, y, x: times(g, y))
+exp.vjps(lambda g, y, x: multiply_gradient(g, y))
 
 
 @primitive(kind="elementwise")
@@ -161,7 +162,7 @@ def log(x) -> np.ndarray:
     return np.log(x)
 
 
-log.vjps(lambda g, y, x: quotient(g, x))
+log.vjps(lambda g, y, x: divide_gradient(g, x))
 
 
 @primitive(kind="elementwise", formula=notation.write_sqrt)
@@ -170,16 +171,16 @@ def sqrt(x) -> np.ndarray:
     return np.sqrt(x)
 
 
-sqrt.vjps(lambda g, y, x: quotient(g, 2.0 * y))
+sqrt.vjps(lambda g, y, x: divide_gradient(g, 2.0 * y))
 
 
 @primitive(kind="elementwise")
 def erf(x) -> np.ndarray:
     """The error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x. Error in float64: about 1e-15."""
-    return reference.erf(floating(x))
+    return reference.erf(as_floating(x))
 
 
-def floating(x):
+def as_floating(x):
     """Convert integers to float64; floats are unchanged."""
     x = np.asarray(x)
     return x if x.dtype.kind == "f" else x.astype(np.float64)
@@ -262,7 +263,7 @@ where.vjps(
 @primitive(kind="mask", roles=("operand", "mask"), formula=notation.write_mask)
 def mask(scores, allow) -> Any:
     """`scores` where the boolean `allow` holds, -inf elsewhere, so that a softmax gives exactly 0 there."""
-    check_boolean(np.asarray(allow), "allow")  # comparing 0-d tensors gives a bool
+    check_boolean(np.asarray(allow), "allow")  # asarray: a 0-d `allow` can be a Python bool, which has no dtype
     return np.where(allow, scores, -INFINITY)
 
 
@@ -276,8 +277,8 @@ def maximum(a, b) -> Any:
 
 
 maximum.vjps(
-    lambda g, y, a, b: g * split_ties(a > b, a == b, g),
-    lambda g, y, a, b: g * split_ties(b > a, a == b, g),
+    lambda g, y, a, b: g * compute_share(a > b, a == b, g),
+    lambda g, y, a, b: g * compute_share(b > a, a == b, g),
 )
 
 
@@ -288,13 +289,13 @@ def minimum(a, b) -> Any:
 
 
 minimum.vjps(
-    lambda g, y, a, b: g * split_ties(a < b, a == b, g),
-    lambda g, y, a, b: g * split_ties(b < a, a == b, g),
+    lambda g, y, a, b: g * compute_share(a < b, a == b, g),
+    lambda g, y, a, b: g * compute_share(b < a, a == b, g),
 )
 
 
-def split_ties(wins, ties, g):
-    """1 where an operand was selected, a half at a tie, else 0."""
+def compute_share(wins, ties, g):
+    """The share of the gradient that an operand gets: 1 where it was selected, 0.5 at a tie, else 0."""
     return np.where(ties, 0.5, wins).astype(g.dtype)
 
 
@@ -302,7 +303,7 @@ def split_ties(wins, ties, g):
 # Reductions. `axis` is None, an integer or a tuple; negative axes count from the end, as in NumPy.
 
 
-def keep_axes(x, axis):
+def keepdims_shape(x, axis):
     """The shape of `x` with the reduced axes at length 1."""
     if axis is None or x.ndim == 0:  # NumPy reduces a 0-d array over axis 0 and -1 too
         return (1,) * x.ndim
@@ -312,7 +313,8 @@ def keep_axes(x, axis):
 
 def count(x, axis):
     """The number of elements of `x` that are reduced to one."""
-    return math.prod(n for n, k in zip(x.shape, keep_axes(x, axis), strict=True) if k == 1)
+    # An axis of length 1 that is not reduced is included too: a factor of 1.
+    return math.prod(n for n, k in zip(x.shape, keepdims_shape(x, axis), strict=True) if k == 1)
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
@@ -321,7 +323,7 @@ def sum(x, *, axis=None, keepdims=False) -> np.ndarray:
     return np.sum(x, axis=axis, keepdims=keepdims)
 
 
-sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keep_axes(x, axis)), shape=x.shape))
+sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keepdims_shape(x, axis)), shape=x.shape))
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
@@ -330,7 +332,9 @@ def mean(x, *, axis=None, keepdims=False) -> np.ndarray:
     return np.mean(x, axis=axis, keepdims=keepdims)
 
 
-mean.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keep_axes(x, axis)) / count(x, axis), shape=x.shape))
+mean.vjps(
+    lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keepdims_shape(x, axis)) / count(x, axis), shape=x.shape)
+)
 
 
 @primitive(kind="reduction", formula=notation.write_reduction)
@@ -342,7 +346,7 @@ def var(x, *, axis=None, ddof=0, keepdims=False) -> np.ndarray:
 def var_vjp(g, y, x, *, axis, ddof, keepdims):
     n = count(x, axis)
     factor = 2.0 / (n - ddof) if n > ddof else math.nan
-    return g.reshape(keep_axes(x, axis)) * factor * (x - mean(x, axis=axis, keepdims=True))
+    return g.reshape(keepdims_shape(x, axis)) * factor * (x - mean(x, axis=axis, keepdims=True))
 
 
 var.vjps(var_vjp)
@@ -361,7 +365,7 @@ def min(x, *, axis=None, keepdims=False) -> np.ndarray:
 
 
 def extremum_vjp(g, y, x, *, axis, keepdims):
-    shape = keep_axes(x, axis)
+    shape = keepdims_shape(x, axis)
     chosen = (x == y.reshape(shape)) | (x != x)  # a nan is the extremum
     shares = chosen / np.sum(chosen, axis=axis, keepdims=True)
     return g.reshape(shape) * shares.astype(x.dtype)
@@ -422,8 +426,9 @@ cast.vjps(lambda g, y, x, dtype: g)
 
 def unpack_list(inputs, keywords):
     """Accept concat([a, b]) as well as concat(a, b)."""
-    is_list = len(inputs) == 1 and isinstance(inputs[0], (list, tuple))
-    return tuple(inputs[0]) if is_list else inputs, keywords
+    if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
+        inputs = tuple(inputs[0])
+    return inputs, keywords
 
 
 @primitive(kind="join", formula=notation.write_concat, arrange=unpack_list)
@@ -436,10 +441,10 @@ def concat(*xs, axis=0) -> Any:
 def concat_vjp(i, g, y, *xs, axis):
     axis = axis % g.ndim
     start = builtins.sum(x.shape[axis] for x in xs[:i])
-    return g[along(axis, slice(start, start + xs[i].shape[axis]))]
+    return g[index_along(axis, slice(start, start + xs[i].shape[axis]))]
 
 
-def along(axis, index):
+def index_along(axis, index):
     """The index that applies `index` to `axis` and selects everything on the axes before it."""
     return (slice(None),) * axis + (index,)
 
@@ -452,7 +457,7 @@ def stack(*xs, axis=0) -> Any:
 
 @stack.vjp_each
 def stack_vjp(i, g, y, *xs, axis):
-    return g[along(axis % g.ndim, i)]
+    return g[index_along(axis % g.ndim, i)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -463,11 +468,15 @@ def copy_index(inputs, keywords):
     """Copy index arrays: later writes by the caller must not change the backward."""
 
     def copy(part):
-        part = getattr(part, "_data", part) if hasattr(part, "__apply_primitive__") else part
-        return as_index(part) if isinstance(part, list) else part.copy() if isinstance(part, np.ndarray) else part
+        if hasattr(part, "__apply_primitive__"):  # a Tensor
+            part = getattr(part, "_data", part)
+        if isinstance(part, list):
+            return as_index(part)
+        return part.copy() if isinstance(part, np.ndarray) else part
 
     index = keywords["index"]
-    return inputs, {**keywords, "index": tuple(map(copy, index)) if isinstance(index, tuple) else copy(index)}
+    index = tuple(copy(part) for part in index) if isinstance(index, tuple) else copy(index)
+    return inputs, {**keywords, "index": index}
 
 
 @primitive(kind="index", formula=notation.write_getitem, arrange=copy_index)
@@ -502,7 +511,7 @@ def is_basic(index):
 
 
 def add_rows(out, rows, values):
-    """out[rows] += values, where repeated rows add up. Sorting first is much faster than np.add.at."""
+    """Set out[r] to the sum of all `values` with row r; `out` must be zeros. Sorting is much faster than np.add.at."""
     rows = np.where(rows < 0, rows + len(out), rows)
     order = np.argsort(rows, kind="stable")
     rows = rows[order]
@@ -547,7 +556,8 @@ matmul.vjps(
 
 def product(a, b):
     """a @ b. For small 2-D arrays `dot` is twice as fast as `@`."""
-    return a.dot(b) if a.__class__ is np.ndarray is b.__class__ and a.ndim == b.ndim == 2 else a @ b
+    are_arrays = a.__class__ is np.ndarray and b.__class__ is np.ndarray
+    return a.dot(b) if are_arrays and a.ndim == b.ndim == 2 else a @ b
 
 
 @primitive(kind="product", roles=("data", "weight", "bias"), label="Linear", formula=notation.write_linear)
@@ -601,12 +611,19 @@ def einsum_vjp(i, g, y, *xs, subscripts):
     terms, out = einsum_terms(subscripts, [np.shape(x) for x in xs])
     term, shape = terms[i], xs[i].shape
     others = terms[:i] + terms[i + 1 :]
-    once = "".join(dict.fromkeys(term))
-    known = "".join(letter for letter in once if letter in out or any(letter in other for other in others))
+    # 1. The letters of `term` that occur elsewhere, each once: einsum computes the gradient along these.
+    elsewhere = out + "".join(others)
+    known = "".join(letter for letter in dict.fromkeys(term) if letter in elsewhere)
     gradient = einsum(g, *xs[:i], *xs[i + 1 :], subscripts=",".join([out, *others]) + "->" + known)
+    # 2. One axis per letter of `term`, of length 1 for a letter that was summed over or that is repeated. Broadcasting
+    #    fills these in. Where x has length 1 and was broadcast, the gradient stays longer: the engine sums it back.
     lengths = dict(zip(known, gradient.shape, strict=True))
-    gradient = gradient.reshape(tuple(lengths.get(c, 1) if c not in term[:k] else 1 for k, c in enumerate(term)))
+    is_first = [term.index(letter) == k for k, letter in enumerate(term)]
+    gradient = gradient.reshape(
+        tuple(lengths.get(letter, 1) if first else 1 for letter, first in zip(term, is_first, strict=True))
+    )
     gradient = broadcast_to(gradient, shape=np.broadcast_shapes(gradient.shape, shape))
+    # 3. A repeated letter reads a diagonal: every other element gets 0.
     for k, letter in enumerate(term):
         first = term.index(letter)
         if first != k:
@@ -623,13 +640,14 @@ def einsum_terms(subscripts, shapes):
     if len(terms) != len(shapes):
         raise ValueError(f"{subscripts!r} names {len(terms)} operands, got {len(shapes)}")
     spare = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in text]
-    axes = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
-    longest = builtins.max((n for n, term in zip(axes, terms, strict=True) if "..." in term), default=0)
+    # For how many axes `...` stands in each term. Shorter ones are aligned on the right, as in broadcasting.
+    dotted = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
+    longest = builtins.max((n for n, term in zip(dotted, terms, strict=True) if "..." in term), default=0)
     dots = "".join(spare[:longest])
     if not arrow:
         letters = left.replace(",", "").replace(".", "")
         out = ("..." if "..." in left else "") + "".join(c for c in sorted(set(letters)) if letters.count(c) == 1)
-    terms = [term.replace("...", dots[longest - n :] if n else "") for n, term in zip(axes, terms, strict=True)]
+    terms = [term.replace("...", dots[longest - n :] if n else "") for n, term in zip(dotted, terms, strict=True)]
     return terms, out.replace("...", dots)
 
 
@@ -654,20 +672,20 @@ def split(x: X, parts: int | Sequence[int], axis: int = 0) -> list[X]:
             raise ValueError(f"axis {axis} of length {n} does not split into {parts} equal parts")
         parts = [n // parts * i for i in range(1, parts)]
     edges = [0, *parts, n]
-    return [x[along(axis, slice(a, b))] for a, b in itertools.pairwise(edges)]
+    return [x[index_along(axis, slice(a, b))] for a, b in itertools.pairwise(edges)]
 
 
 def norm(x: X, axis: Axis = None, keepdims: bool = False) -> X:
     """The Euclidean norm over `axis`. Where it is 0 the gradient is taken as 0."""
-    return root_of_squares(sum(x * x, axis=axis, keepdims=keepdims))
+    return sqrt_zero_slope(sum(x * x, axis=axis, keepdims=keepdims))
 
 
 def std(x: X, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> X:
     """The standard deviation over `axis`. Where it is 0 the gradient is taken as 0."""
-    return root_of_squares(var(x, axis=axis, ddof=ddof, keepdims=keepdims))
+    return sqrt_zero_slope(var(x, axis=axis, ddof=ddof, keepdims=keepdims))
 
 
-def root_of_squares(x):
+def sqrt_zero_slope(x):
     """sqrt(x), with derivative 0 at 0."""
     is_zero = x == 0
     return where(is_zero, 0.0, sqrt(where(is_zero, 1.0, x)))

@@ -1,4 +1,8 @@
-"""The primitives of neural networks: softmax, losses, normalization, GELU. Rules are written as in `elementary`."""
+"""The primitives of neural networks: softmax, losses, normalization, GELU. Rules are written as in `elementary`.
+
+A primitive with a composition (`composed_of`) is an exception: its rule gets arrays only and may use NumPy, because
+second derivatives go through the composition.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ import numpy as np
 
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.ops.elementary import clip, convert_ids, erf, exp, floating, mean, sqrt, sum, tanh, where
+from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, sqrt, sum, where
+from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
 
 __all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms_norm", "rotate", "softmax"]
@@ -32,18 +37,18 @@ softmax.vjps(lambda g, y, x, axis: y * (g - (g * y).sum(axis=axis, keepdims=True
 
 
 def shifted_exp(x, axis):
-    """x minus its maximum along `axis` (which does not change the softmax), exp of that, and the sum of exp.
+    """Return x - max(x), exp(x - max(x)) and the sum of that exp, along `axis`. The shift does not change the softmax.
 
-    A row of -inf is shifted by the lowest finite number, so its exp is 0. Any other sum is at least 1, which the
-    maximum contributes, so a sum below 1 is that of a row of -inf; setting it to 1 makes the softmax of the row 0.
+    A row of -inf has the maximum -inf, and -inf minus -inf is nan. So `initial` shifts such a row by the lowest finite
+    number; its exp are 0, their sum is set to 1, and its softmax is 0. All other sums are at least exp(0) = 1 already.
     """
-    x = floating(x)
+    x = as_floating(x)
     shifted = x - x.max(axis=axis, keepdims=True, initial=LOWEST[x.dtype])
     e = np.exp(shifted)
     return shifted, e, np.maximum(e.sum(axis=axis, keepdims=True), 1)
 
 
-# 0-d arrays of each dtype: NumPy takes longer to convert a Python number than to use it.
+# The lowest finite number of each dtype. As 0-d arrays, because NumPy would convert a Python number in every call.
 LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in (np.float16, np.float32, np.float64, np.longdouble)}
 
 
@@ -68,28 +73,30 @@ log_softmax.vjps(lambda g, y, x, axis: g - exp(y) * g.sum(axis=axis, keepdims=Tr
 def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Any:
     """-log(softmax(logits)[target]): logits (..., C), integer targets (...); classes on the last axis.
 
-    Targets equal to `ignore_index` do not count; the mean over no targets is 0. With `label_smoothing` e, the target
-    distribution is 1 - e on the target plus e / C on every class (arXiv:1512.00567). `reduction`: mean, sum or none.
+    Targets equal to `ignore_index` do not count; the mean over no targets is 0. With `label_smoothing` s, the target
+    distribution is 1 - s on the target plus s / C on every class (arXiv:1512.00567). `reduction`: mean, sum or none.
     """
     check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction)
-    valid, safe, n = select_targets(targets, ignore_index)
-    logits = clear_ignored(floating(logits), valid)
+    valid, class_ids, n = select_targets(targets, ignore_index)
+    logits = clear_ignored(as_floating(logits), valid)
     shifted, e, total = shifted_exp(logits, -1)
     log_total = np.log(total)
-    loss = log_total[..., 0] - np.take_along_axis(shifted, safe[..., None], -1)[..., 0]
+    loss = log_total[..., 0] - np.take_along_axis(shifted, class_ids[..., None], -1)[..., 0]
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_total[..., 0] - shifted.mean(-1))
     loss = np.where(valid, loss, 0)
-    loss = loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / n
+    if reduction != "none":
+        loss = loss.sum() if reduction == "sum" else loss.sum() / n
     return loss.astype(logits.dtype), e / total
 
 
 def cross_entropy_vjp(g, y, probabilities, logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, safe, n = select_targets(targets, ignore_index)
+    valid, class_ids, n = select_targets(targets, ignore_index)
     g = np.where(valid, g / n if reduction == "mean" else g, 0).astype(logits.dtype)[..., None]
+    # d loss / d logits = probabilities - ((1 - s) * one_hot(target) + s / C), with s = label_smoothing.
     gradient = probabilities - label_smoothing / logits.shape[-1]
-    at_target = np.take_along_axis(gradient, safe[..., None], -1) - (1 - label_smoothing)
-    np.put_along_axis(gradient, safe[..., None], at_target, -1)
+    at_target = np.take_along_axis(gradient, class_ids[..., None], -1) - (1 - label_smoothing)
+    np.put_along_axis(gradient, class_ids[..., None], at_target, -1)
     return gradient * g, None
 
 
@@ -98,13 +105,15 @@ cross_entropy.vjp_joint(cross_entropy_vjp)
 
 @cross_entropy.composed_of
 def cross_entropy_from_primitives(logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, safe, n = select_targets(targets, ignore_index)
+    valid, class_ids, n = select_targets(targets, ignore_index)
     log_p = log_softmax(clear_ignored(logits, valid))
-    loss = -log_p[(*np.indices(safe.shape, sparse=True), safe)]
+    loss = -log_p[(*np.indices(class_ids.shape, sparse=True), class_ids)]
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * mean(log_p, axis=-1)
     loss = where(valid, loss, 0.0)
-    return loss if reduction == "none" else sum(loss) if reduction == "sum" else sum(loss) / n
+    if reduction == "none":
+        return loss
+    return sum(loss) if reduction == "sum" else sum(loss) / n
 
 
 def check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction):
@@ -137,19 +146,21 @@ def clear_ignored(logits, valid):
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5) -> Any:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (arXiv:1607.06450).
 
-    The variance has divisor n. It is computed from centred values, to be accurate for large values of small variance.
+    The variance has divisor n. It is computed from x - mean, which is accurate even if |mean| is much larger than the
+    standard deviation.
     """
     centred = x - np.mean(x, axis=-1, keepdims=True)
-    inverse = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    unit = centred * inverse
-    return affine(unit, weight, bias), unit, inverse
+    rstd = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    x_hat = centred * rstd
+    return scale_and_shift(x_hat, weight, bias), x_hat, rstd
 
 
-def layer_norm_vjp(g, y, unit, inverse, x, weight, bias, *, eps):
-    # unit has mean 0 and a fixed length: subtract the components of the gradient that would change either.
+def layer_norm_vjp(g, y, x_hat, rstd, x, weight, bias, *, eps):
+    # x_hat always has mean 0 and mean square 1 (up to eps). So remove from its gradient u the parts along the constant
+    # vector and along x_hat, which would change these two.
     u = g if weight is None else g * weight
-    along_unit = np.mean(u * unit, axis=-1, keepdims=True)
-    return inverse * (u - np.mean(u, axis=-1, keepdims=True) - unit * along_unit), g * unit, g
+    along_x_hat = np.mean(u * x_hat, axis=-1, keepdims=True)
+    return rstd * (u - np.mean(u, axis=-1, keepdims=True) - x_hat * along_x_hat), g * x_hat, g
 
 
 layer_norm.vjp_joint(layer_norm_vjp)
@@ -158,20 +169,20 @@ layer_norm.vjp_joint(layer_norm_vjp)
 @layer_norm.composed_of
 def layer_norm_from_primitives(x, weight=None, bias=None, *, eps=1e-5):
     centred = x - mean(x, axis=-1, keepdims=True)
-    return affine(centred / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps), weight, bias)
+    return scale_and_shift(centred / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps), weight, bias)
 
 
 @primitive(kind="normalization", roles=("data", "weight"), label="RMSNorm", formula=notation.write_norm)
 def rms_norm(x, weight=None, *, eps=1e-5) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
-    inverse = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
-    unit = x * inverse
-    return affine(unit, weight, None), unit, inverse
+    rstd = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    x_hat = x * rstd
+    return scale_and_shift(x_hat, weight, None), x_hat, rstd
 
 
-def rms_norm_vjp(g, y, unit, inverse, x, weight, *, eps):
+def rms_norm_vjp(g, y, x_hat, rstd, x, weight, *, eps):
     u = g if weight is None else g * weight
-    return inverse * (u - unit * np.mean(u * unit, axis=-1, keepdims=True)), g * unit
+    return rstd * (u - x_hat * np.mean(u * x_hat, axis=-1, keepdims=True)), g * x_hat
 
 
 rms_norm.vjp_joint(rms_norm_vjp)
@@ -179,10 +190,10 @@ rms_norm.vjp_joint(rms_norm_vjp)
 
 @rms_norm.composed_of
 def rms_norm_from_primitives(x, weight=None, *, eps=1e-5):
-    return affine(x / sqrt(mean(x * x, axis=-1, keepdims=True) + eps), weight, None)
+    return scale_and_shift(x / sqrt(mean(x * x, axis=-1, keepdims=True) + eps), weight, None)
 
 
-def affine(x, weight, bias):
+def scale_and_shift(x, weight, bias):
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
@@ -193,23 +204,23 @@ def affine(x, weight, bias):
 
 @primitive(kind="activation", label="GELU", formula=notation.function)
 def gelu(x, *, tanh=False) -> Any:
-    """x * Phi(x), where Phi is the normal distribution function (arXiv:1606.08415).
+    """x * Phi(x), where Phi is the cumulative distribution function of the standard normal (arXiv:1606.08415).
 
-    Phi is exact, through erf, or with `tanh=True` the approximation that GPT-2 uses:
+    Phi is computed exactly with erf, or with `tanh=True` by the approximation that GPT-2 uses:
     0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
     """
-    x = floating(x)
+    x = as_floating(x)
     phi = np.asarray(gelu_phi(x, tanh), dtype=x.dtype)  # NumPy makes a scalar of a 0-d array
     return x * phi, phi
 
 
 def gelu_phi(x, tanh):
     """Phi(x), on arrays and on Tensors."""
-    return 0.5 * (1.0 + (TANH(gelu_tanh_argument(x)) if tanh else erf(x * math.sqrt(0.5))))
+    return 0.5 * (1.0 + (apply_tanh(gelu_tanh_argument(x)) if tanh else erf(x * math.sqrt(0.5))))
 
 
 def gelu_tanh_argument(x):
-    x = clip(x, min=-10.0, max=10.0)  # beyond, the tanh rounds to 1; this also prevents an overflow of x^3
+    x = clip(x, min=-10.0, max=10.0)  # beyond 10 the tanh rounds to 1; prevents an overflow of x^3
     return math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
 
 
@@ -224,7 +235,6 @@ def gelu_vjp(g, y, phi, x, *, tanh):
     return g * (phi + x * slope)
 
 
-TANH = tanh  # gelu has a keyword of the same name
 gelu.vjps(gelu_vjp)
 
 
@@ -241,7 +251,8 @@ def gelu_from_primitives(x, *, tanh):
 def dropout(x, keep_mask) -> Any:
     """x * keep_mask, where `keep_mask` is 0 for dropped elements and 1 / (1 - p) for the others.
 
-    The caller draws the mask, so the primitive is a pure function; `nn.Dropout` does both.
+    Unlike in PyTorch, the second argument is not the probability p: the caller draws the mask, so the primitive is a
+    pure function. `nn.Dropout(p)` draws the mask and applies it.
     """
     return np.multiply(x, keep_mask)
 
@@ -253,7 +264,7 @@ dropout.vjps(lambda g, y, x, keep_mask: g * keep_mask, lambda g, y, x, keep_mask
 def rotate(x, *, angles) -> np.ndarray:
     """Rotate pairs of elements: element i of a row (..., d) is paired with i + d / 2, and turns by angles[..., i].
 
-    `angles` (..., d / 2) broadcasts with x. Rotary positions (arXiv:2104.09864) rotate queries and keys so.
+    `angles` (..., d / 2) broadcasts with x. Rotary position embeddings (arXiv:2104.09864) do this to queries and keys.
     """
     cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
     a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]

@@ -19,7 +19,7 @@ from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.training.config import TrainConfig, preset
 from tinygrad_mha.training.report import Event, Show, open_report, save_loss_plot
-from tinygrad_mha.training.resume import reopen, save_checkpoint
+from tinygrad_mha.training.resume import resume_run, save_checkpoint
 from tinygrad_mha.training.run_state import Run
 from tinygrad_mha.training.source import open_text
 
@@ -78,7 +78,7 @@ def train(
     if checkpoint is not None and not resume:
         raise ValueError(f"{folder} contains a run already, at {checkpoint.name}: resume it, or choose another folder")
     if checkpoint is not None:
-        run = reopen(checkpoint, config, text, tokenizer, model, changes)
+        run = resume_run(checkpoint, config, text, tokenizer, model, changes)
     else:
         if not isinstance(config, TrainConfig):
             config = preset(config or ("cpu" if model is None else "finetune"))

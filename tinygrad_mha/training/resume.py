@@ -22,14 +22,14 @@ from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differen
 from tinygrad_mha.training.run_state import Run
 from tinygrad_mha.training.source import open_text, reopen_text
 
-__all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "reopen", "save_checkpoint"]
+__all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "resume_run", "save_checkpoint"]
 
 # Options that a resumed run may change: its length, and how often it is observed.
 CHANGEABLE = ("steps", "eval_interval", "eval_batches", "sample_interval", "sample_tokens", "checkpoint_interval")
 
 
 def save_checkpoint(run: Run) -> Path:
-    """Write a checkpoint and remove the previous one when it is complete. Returns its folder.
+    """Write a checkpoint, then remove the previous one. Returns the folder of the new checkpoint.
 
     Raises:
         ValueError: the run has no folder.
@@ -37,10 +37,10 @@ def save_checkpoint(run: Run) -> Path:
         OSError: it cannot be written. The previous checkpoint stays.
     """
     if run.folder is None:
-        raise ValueError("this run has no folder to save into")
+        raise ValueError("this run has no folder to save into: pass folder=... to train or Run")
     if not all(np.isfinite(p.data).all() for p in run.optimizer.parameters):
         raise run.diverged("a weight is inf or nan")
-    run.log.sync()
+    run.log.sync()  # first: a checkpoint must not be newer than the rows on disk, which `rewind` keeps
     run.samples.sync()
     return write_checkpoint(run.folder, run.step, lambda folder: write_state(run, folder))
 
@@ -48,6 +48,7 @@ def save_checkpoint(run: Run) -> Path:
 def write_state(run: Run, folder: Path) -> None:
     """Write all files of a checkpoint into `folder`."""
     saved = run.optimizer.state_dict()
+    # The arrays of the optimizer go into a safetensors file, its numbers (such as step counts) into state.json.
     arrays: dict[str, np.ndarray] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for name, state in zip(list_parameter_names(run), saved["state"], strict=True):
@@ -69,7 +70,9 @@ def write_state(run: Run, folder: Path) -> None:
 
 
 def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
-    """Restore the state of a run with the same configuration and text; `state` is the content of state.json.
+    """Load a checkpoint into `run`, which was made with the same configuration and text.
+
+    `state` is the content of state.json.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model. The model is unchanged.
@@ -112,11 +115,12 @@ def describe_model(model: Any) -> dict[str, Any]:
     if not isinstance(model, GPT):
         return {"identity": identity, "rebuild": False}
     tied = getattr(model.lm_head, "weight", None) is model.wte.weight
+    # All blocks are alike, so a GPT of one block has all module types that the configuration can give.
     twin = GPT(replace(model.config, n_layer=1, vocab_size=1))
-    types = [{type(module) for _, module in m.named_modules()} for m in (model, twin)]
+    types, expected = ({type(module) for _, module in m.named_modules()} for m in (model, twin))
     return {
         "identity": {**identity, **model.config.to_dict(), "tie_weights": tied},
-        "rebuild": types[0] == types[1] and len(dtypes) == 1,
+        "rebuild": types == expected and len(dtypes) == 1,
         "special_ids": model.special_ids,
         "generation_config": model.generation_config,
     }
@@ -144,15 +148,17 @@ def rebuild_model(checkpoint: Path, state: dict[str, Any]) -> GPT:
     return model
 
 
-def read_state(checkpoint: Path, model: Any = None) -> tuple[dict[str, Any], TrainConfig, Any]:
-    """The content of state.json, the configuration in it, and the model: the given one, or a GPT that is rebuilt.
+def read_state_and_model(checkpoint: Path, model: Any = None) -> tuple[dict[str, Any], TrainConfig, Any]:
+    """Read state.json, and return its content, the configuration in it, and the model.
+
+    A given model is checked against the checkpoint; without one a GPT is rebuilt. Its weights are not loaded yet.
 
     Raises:
         CheckpointError: not a checkpoint, or one of another model than the given one, or of one that must be given.
     """
     path = checkpoint / "state.json"
     if not path.exists():
-        raise CheckpointError(f"{checkpoint} is no checkpoint of a run: it contains no state.json")
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of a run: it contains no state.json")
     state = read_json(path)
     wrong = ", ".join(name for name in ("step", "model", "config", "text", "data", "generators") if name not in state)
     if wrong:
@@ -170,7 +176,7 @@ def read_state(checkpoint: Path, model: Any = None) -> tuple[dict[str, Any], Tra
         raise CheckpointError(f"{path} is not the state of a run: {error!r}") from error
 
 
-def reopen(
+def resume_run(
     checkpoint: Path,
     config: TrainConfig | str | None,
     text: str | Path | None,
@@ -178,13 +184,16 @@ def reopen(
     model: Any,
     changes: dict[str, Any],
 ) -> Run:
-    """The run at a checkpoint. The arguments are those of `train`; only CHANGEABLE options may differ.
+    """Resume a run from a checkpoint: check that the arguments fit it, rebuild the run and restore its state.
+
+    The arguments are those of `train`. Only CHANGEABLE options may differ from the stored ones. Other checkpoints in
+    the folder, such as the incomplete one of a process that was killed, are deleted.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another configuration, model or text.
         ValueError: fewer steps than the run has taken, or a text that must be given again.
     """
-    state, stored, model = read_state(checkpoint, model)
+    state, stored, model = read_state_and_model(checkpoint, model)
     config = combine_configs(stored, config, changes)
     fixed = {name: value for name, value in stored.to_dict().items() if name not in CHANGEABLE}
     wrong = list_differences(fixed, config.to_dict())
@@ -196,7 +205,9 @@ def reopen(
     step, described = state["step"], state["text"]
     source = reopen_text(described["source"]) if text is None else open_text(text)
     if config.steps < step:
-        raise ValueError(f"{checkpoint} has taken {step} steps, more than the {config.steps} requested")
+        raise ValueError(
+            f"the run in {checkpoint} has taken {step} steps, more than the {config.steps} requested: pass more steps"
+        )
     found = source.describe()
     if found["sha256"] != described["sha256"]:
         raise CheckpointError(
@@ -230,7 +241,7 @@ def load_trained(folder: str | os.PathLike[str], model: Any = None) -> tuple[GPT
         CheckpointError: there is no checkpoint, it is damaged, of another model, or of one that must be given.
     """
     checkpoint = find_latest(folder) or Path(folder)
-    _, _, model = read_state(checkpoint, model)
+    _, _, model = read_state_and_model(checkpoint, model)
     tokenizer = load_tokenizer(checkpoint)
     model.load(checkpoint / "model.safetensors")
     return model.eval(), tokenizer

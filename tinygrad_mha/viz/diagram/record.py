@@ -197,7 +197,7 @@ def add_computed(
             key = id(x), content_key(array)
             if key not in values:
                 role = node.op.role(i)
-                name = node.op.argument(i) if role in ("ids", "targets") else None
+                name = node.op.argument_name(i) if role in ("ids", "targets") else None
                 values[key] = Value(np.asarray(array), name, backward=backward)
             inputs.append(values[key])
         else:
