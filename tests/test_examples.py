@@ -18,7 +18,7 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["sort_digits", "add_numbers", "reverse", "names", "char_gpt"])
+@pytest.mark.parametrize("name", ["sort_digits", "add_numbers", "reverse", "names", "char_gpt", "variants"])
 def test_the_loss_of_a_short_run_falls(name, capsys):
     losses = load(name).main(short=True)["losses"]
     assert losses[-1] < 0.9 * losses[0]
@@ -86,3 +86,10 @@ def test_names_can_be_read_from_another_file(tmp_path, capsys):
     path.write_text("\n".join(["Merkur", "Venus", "Erde", "Mars", "Jupiter", "Saturn", "Uranus", "Neptun"] * 3))
     assert load("names").main(short=True, file=path)["losses"]
     assert "22 names to train on, 2 held out" in capsys.readouterr().out
+
+
+def test_the_variants_of_attention_are_drawn_in_one_picture(tmp_path):
+    example = load("variants")
+    weights = {name: np.tri(5) / np.arange(1, 6)[:, None] * np.ones((2, 1, 1)) for name in example.VARIANTS}
+    example.draw(weights, "abcde", tmp_path / "variants.png")
+    assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
