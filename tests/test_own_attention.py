@@ -275,7 +275,7 @@ def test_the_walkthrough_of_a_gpt_shows_the_numbers_of_its_own_attention(attenti
 
 def test_its_equations_are_read_from_its_run():
     shown = equations(tg.walkthrough(make(Gain), [3, 1, 4, 1, 5]), head=1)
-    assert shown["Q_2"] == "Q_2 = X @ W_Q_2"
+    assert shown["Q_2"] == "Q_2 = X @ W_Q2"
     assert shown["scores_2"] == "scores_2 = Q_2 @ K_2ᵀ / √3 * gain_2"
     assert shown["∂Q_2"] == "∂Q_2 = ∂scores_2 * gain_2 / √3 @ K_2"
     assert shown["Concat"] == "Concat = H_1 | H_2"
@@ -315,3 +315,35 @@ def test_a_walkthrough_without_the_steps_it_needs_says_which_are_missing():
         tg.walkthrough(make(Silent), [1, 2, 3])
     with pytest.raises(ValueError, match=r"Own does not show q, k, v, weights, heads"):
         tg.walkthrough(make(own(lambda self, x: x @ self.w)), [1, 2, 3])
+
+
+class Temperature(nn.CausalSelfAttention):
+    """GPT-2's attention with other scores; its `per_head`, which it inherits, does not know."""
+
+    def forward(self, x, edit=None, **options):
+        def change(name, tensor):
+            tensor = tensor / 2.0 if name == "scores" else tensor
+            return tensor if edit is None else edit(name, tensor)
+
+        return super().forward(x, edit=change, **options)
+
+
+@pytest.mark.parametrize("settings", [{}, {"position": "relative"}, {"n_kv_head": 1, "window": 3, "score": "sinks"}])
+def test_a_subclass_of_the_attention_of_gpt_2_keeps_its_settings(settings, rng):
+    same, model = make(nn.CausalSelfAttention, **settings), make(Temperature, **settings)
+    built_in = nn.GPT(same.config)
+    assert sum(p.size for p in same.h[0].attn.parameters()) == sum(p.size for p in model.h[0].attn.parameters())
+    model.load_state_dict(same.state_dict())
+    for parameter in model.h[0].attn.heads.position.parameters():
+        parameter.assign_(rng.standard_normal(parameter.shape))
+    assert not np.allclose(model([3, 1, 4, 1]).data, same([3, 1, 4, 1]).data, rtol=1e-7)
+    assert built_in([3, 1]).shape == same([3, 1]).shape
+    rows = [tg.generate(model, [[3, 1, 4], [2]], 5, temperature=0, use_cache=use_cache) for use_cache in (True, False)]
+    assert [row.tolist() for row in rows[0]] == [row.tolist() for row in rows[1]]
+
+
+def test_the_walkthrough_shows_an_overridden_forward_and_not_the_inherited_per_head():
+    page = tg.walkthrough(make(Temperature), [3, 1, 4, 1, 5])
+    assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √3 / 2"
+    assert equations(page)["V_1"] == "V_1 = X @ W_V1 + b_V1"
+    assert np.array_equal(values_of(page)["W_V1"], make(Temperature).h[0].attn.c_attn.weight.numpy()[:, 12:15])

@@ -168,18 +168,31 @@ class GPTOptions(TypedDict, total=False):
 
 
 class CausalSelfAttention(Module):
-    """Multi-head attention as GPT-2 stores it: W_Q, W_K and W_V side by side in one matrix c_attn, W_O in c_proj."""
+    """Multi-head attention as GPT-2 stores it: W_Q, W_K and W_V side by side in one matrix c_attn, W_O in c_proj.
+
+    Args:
+        position: the scheme that all blocks share; unless given that of `config`, if it acts in attention.
+        dropout_rng: the generator of dropout, spawned from `rng` unless given.
+    """
 
     is_attention = True
 
     def __init__(
-        self, config: GPTConfig, rng: np.random.Generator, position: Position, dropout_rng: np.random.Generator
+        self,
+        config: GPTConfig,
+        rng: np.random.Generator,
+        position: Position | None = None,
+        dropout_rng: np.random.Generator | None = None,
     ) -> None:
+        if position is None:
+            scheme = config.make_position()
+            sizes = config.n_head, config.n_embd, config.block_size
+            position = scheme.initialize(*sizes, rng) if scheme.acts_on == "attention" else Position()
         n_head, n_kv_head, width = config.n_head, config.n_kv_head or config.n_head, config.n_embd
         self.n_head, self.n_kv_head, self.d_model = n_head, n_kv_head, width
         self.d_k = self.d_v = width // n_head
         self.window, self.score = config.window, config.make_score()
-        dropout = Dropout(config.dropout, dropout_rng)
+        dropout = Dropout(config.dropout, dropout_rng or rng.spawn(1)[0])
         self.heads = Heads(n_head, n_kv_head, position, dropout, fused=True, score=self.score)
         self.detail = self.heads.detail
         self.c_attn = Linear(width, width + 2 * n_kv_head * self.d_k, config.bias, STD, rng)

@@ -132,21 +132,25 @@ class Replay:
             part.name = f"{x.name}_{i + 1}"
         return insert_head(part)
 
-    def _take_columns(self, value: Tensor, i: int) -> Tensor | None:
+    def _take_columns(self, name: str, value: Tensor, i: int) -> Tensor | None:
         """Head `i` of a value whose heads are columns of a matrix before they are split, or None for another value."""
-        matrix = value
-        while matrix.node is not None and matrix.node.op.kind == "movement":
-            matrix = matrix.node.inputs[0]
         d, expected = value.shape[-1], value.numpy()[..., i, :, :]
-        if matrix.node is None or matrix.shape != (*expected.shape[:-1], d * value.shape[-3]):
+        start, matrix, node = i * d, value, value.node
+        while node is not None and node.op.kind in ("movement", "index"):
+            index = node.kwargs.get("index", ())
+            part = index[-1] if isinstance(index, tuple) and len(index) == value.ndim - 1 else slice(None)
+            start += part.start or 0 if isinstance(part, slice) else 0
+            matrix, node = node.inputs[0], node.inputs[0].node
+        if node is None or matrix.shape[:-1] != expected.shape[:-1]:
             return None
-        columns = slice(i * d, (i + 1) * d)
-        data, *weights = (self.done.get(id(x), x) for x in matrix.node.inputs)
-        if matrix.node.op.kind == "product" and all(isinstance(w, Tensor | None) for w in weights):
-            parts = [None if w is None else w[..., columns].named(f"{w.name}_{i + 1}") for w in weights]
-            result = matrix.node.op(data, *parts, **matrix.node.kwargs)
+        columns = slice(start, start + d)
+        data, *weights = (self.done.get(id(x), x) for x in node.inputs)
+        if node.op.kind == "product" and all(isinstance(w, Tensor | None) for w in weights):
+            named = zip("Wb", weights, strict=False)
+            parts = [None if w is None else w[..., columns].named(f"{letter}_{name}{i + 1}") for letter, w in named]
+            result = node.op(data, *parts, **node.kwargs)
         else:
-            result = self.done[id(matrix)][..., columns]
+            result = self.done[id(matrix)][(slice(None),) * (matrix.ndim - 1) + (columns,)]
         return result if is_equal(result, expected) else None
 
     def _show(self, name: str, value: Tensor, result: Any) -> Any:
@@ -156,7 +160,7 @@ class Replay:
         if isinstance(result, list):
             matrices = [ops.reshape(part, shape=drop_head(part.shape)) for part in result]
         else:
-            columns = [self._take_columns(value, i) for i in range(value.shape[-3])]
+            columns = [self._take_columns(name, value, i) for i in range(value.shape[-3])]
             matrices = [take_head(result, i) if part is None else part for i, part in enumerate(columns)]
         matrices = [matrix.named(f"{name}_{i}") for i, matrix in enumerate(matrices, 1)]
         if name == NAMES["heads"]:

@@ -68,12 +68,14 @@ def copy_for_run(module: AnyModule) -> AnyModule:
 def prepare_attention(attention: Module, x: Any, grad: Any) -> Subject:
     """An attention by itself."""
     x = check_sequence(as_tensor(x).numpy(), 2, "x must be (T, d_model)")
-    return Subject(add_per_head(copy_for_run(attention)), x, grad, {})
+    attention = copy_for_run(attention)
+    return Subject(attention if hasattr(attention, "per_head") else HeadByHead(attention), x, grad, {})
 
 
-def add_per_head(attention: Module) -> Module:
-    """The attention itself if it computes head by head, else one that its recorded run gives."""
-    return attention if hasattr(attention, "per_head") else HeadByHead(attention)
+def has_own_per_head(attention: Module) -> bool:
+    """Whether it has a `per_head`, and no class derived from the one that defines it defines another `forward`."""
+    names = (name for kind in type(attention).__mro__ for name in ("per_head", "forward") if name in vars(kind))
+    return next(names) == "per_head"
 
 
 def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
@@ -92,7 +94,8 @@ def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
         loss = ops.cross_entropy(logits[:-1], idx[1:])
         grad = transforms.grad(loss, y)[0].numpy()
         facts |= {"loss": "next_token", "loss_value": as_json_number(loss.numpy())}
-    return Subject(add_per_head(attention), x.numpy(), grad, facts)
+    attention = attention if has_own_per_head(attention) else HeadByHead(attention)
+    return Subject(attention, x.numpy(), grad, facts)
 
 
 def check_sequence(x: Any, ndim: int, expected: str) -> np.ndarray:
