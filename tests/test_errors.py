@@ -702,7 +702,9 @@ def test_copying_a_computed_tensor_recommends_detach(copied):
     copied(y.detach())
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda xs: pickle.loads(pickle.dumps(xs)), lambda xs: [copy.copy(xs[0])] * 2]
+)
 def test_a_copy_of_a_leaf_has_its_gradient_and_name(copied):
     x = leaf([1, 2], name="x")
     (x * x).sum().backward()

@@ -66,6 +66,8 @@ class Optimizer:
             if p.grad is None:
                 continue
             _check_gradient(p)
+            if not state:
+                state.update(self._new_state(p._data, group))
             self._update(p._data, p.grad, state, group)
             mark_written(p)
 
@@ -94,15 +96,16 @@ class Optimizer:
         theirs = [len(group["params"]) for group in groups]
         if ours != theirs or len(states) != len(self.parameters):
             raise ValueError(f"the saved state is of groups with {theirs} parameters, this optimizer has {ours}")
-        for group, other in zip(self.groups, groups, strict=True):
-            if group.keys() != other.keys():
-                raise ValueError(f"the saved state has the options {sorted(other)}, expected {sorted(group)}")
-            _check_options({key: _plain(value) for key, value in other.items() if key != "params"})
-        options = (other for group, other in zip(self.groups, groups, strict=True) for _ in group["params"])
-        for p, state, other in zip(self.parameters, states, options, strict=True):
-            _check_state(p, state, self._new_state(p._data, other))
-        for group, other in zip(self.groups, groups, strict=True):
-            group.update({key: _plain(value) for key, value in other.items() if key != "params"})
+        options = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        for group, new in zip(self.groups, options, strict=True):
+            if group.keys() != {"params", *new}:
+                raise ValueError(f"the saved state has the options {sorted(new)}, expected {sorted(group)}")
+            _check_options(new)
+        per_parameter = (new for new, n in zip(options, ours, strict=True) for _ in range(n))
+        for p, state, new in zip(self.parameters, states, per_parameter, strict=True):
+            _check_state(p, state, self._new_state(p._data, new))
+        for group, new in zip(self.groups, options, strict=True):
+            group.update(new)
         self.state = [_copy_state(state) for state in states]
 
     def _entries(self) -> Iterator[tuple[Tensor, State, dict[str, Any]]]:
@@ -148,8 +151,6 @@ class SGD(Optimizer):
         return {"momentum": np.zeros_like(p)} if group["momentum"] else {}
 
     def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
-        if not state:
-            state.update(self._new_state(p, group))
         space = self._space_like(p)
         if group["weight_decay"]:
             np.multiply(p, group["weight_decay"], out=space)
@@ -189,8 +190,6 @@ class Adam(Optimizer):
         return {"step": 0, "m": np.zeros_like(p), "v": np.zeros_like(p)}
 
     def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
-        if not state:
-            state.update(self._new_state(p, group))
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         m, v, space = state["m"], state["v"], self._space_like(p)
         t = state["step"] = state["step"] + 1

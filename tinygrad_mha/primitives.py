@@ -197,9 +197,10 @@ class Primitive(Generic[P, R_co]):
         return np.asarray(value), tuple(residuals)
 
     def _by_position(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move array arguments that were given by name to their positions."""
+        """Move array arguments that were given by name to their positions; optional ones that are missing are None."""
         named = {name: x for name, x in keywords.items() if name not in self.keywords_known}
-        unknown = [name for name in named if name not in self.arguments[len(inputs) :]]
+        free = self.arguments[len(inputs) :]
+        unknown = [name for name in named if name not in free]
         if unknown:
             shapes = ", ".join(str(np.shape(x)) for x in inputs)
             raise TypeError(
@@ -209,9 +210,7 @@ class Primitive(Generic[P, R_co]):
         absent = [name for name in self.arguments[len(inputs) : self.required] if name not in named]
         if absent:
             raise TypeError(f"{self.name}: expected the arrays {self.arguments}; missing {tuple(absent)}")
-        missing = self.arguments[len(inputs) :]
-        last = max(missing.index(name) for name in named)
-        placed = tuple(named.get(name) for name in missing[: last + 1])
+        placed = tuple(named.get(name) for name in free)
         return inputs + placed, {name: x for name, x in keywords.items() if name in self.keywords_known}
 
     def _complete(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -260,17 +259,10 @@ class Tensor:
         name = f", name={self.name!r}" if self.name else ""
         return f"Tensor({values}, shape={self.shape}, {self.dtype}{name}, {made})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        self._check_leaf()
-        return _restore(self._data, self._needs_grad, self.name, copy.deepcopy(self.grad, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._check_leaf()
-        return _restore, (self._data, self._needs_grad, self.name, self.grad)
-
-    def _check_leaf(self) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:  # for copy and pickle
         if self.node is not None:
             raise TypeError(f"{self._label()} belongs to a graph; copy x.detach() instead")
+        return _restore, (self._data, self._needs_grad, self.name, self.grad)
 
     # ----------------------------------------------------------------------------------------------------- operators
 
@@ -653,7 +645,7 @@ def _holds_tensors(data: Any) -> bool:
 
 
 def _restore(data: np.ndarray, requires_grad: bool, name: str | None, grad: np.ndarray | None) -> Tensor:
-    """A leaf from its parts, for copy and pickle."""
+    """A leaf from its parts, for copy and pickle. It shares memory with nothing."""
     out = Tensor(data, requires_grad=requires_grad, name=name)
-    out.grad = grad
+    out.grad = None if grad is None else grad.copy()
     return out

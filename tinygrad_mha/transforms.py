@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tinygrad_mha import engine, modes, ops
-from tinygrad_mha.tensors import Tensor, as_tensor, wrap
+from tinygrad_mha.tensors import Tensor, as_tensor, plain, wrap
 
 __all__ = ["grad", "hessian", "hvp", "jacobian", "jvp", "vjp"]
 
@@ -119,9 +121,8 @@ def jvp(f: Function, xs: Any, vs: Any) -> tuple[Tensor, Tensor]:
     g = Tensor(np.zeros(y.shape, y.dtype), requires_grad=True)
     pulled = pull(g, create_graph=True)
     with modes.enable_grad():
-        total, *rest = [ops.sum(p * as_direction(v, p)) for p, v in zip(pulled, vs, strict=True)]
-        for more in rest:
-            total = total + more
+        terms = [ops.sum(p * as_direction(v, p)) for p, v in zip(pulled, vs, strict=True)]
+        total = functools.reduce(operator.add, terms)
     return y, grad(total, g, create_graph=modes.is_grad_enabled())[0]
 
 
@@ -146,8 +147,7 @@ def jacobian(f: Function, x: Any) -> Tensor:
         unit[i] = 1
         rows.append(pull(unit.reshape(y.shape))[0].numpy())
         unit[i] = 0
-    shape = np.shape(x.numpy() if isinstance(x, Tensor) else x)
-    return wrap(np.array(rows, dtype=y.dtype).reshape(*y.shape, *shape))
+    return wrap(np.array(rows, dtype=y.dtype).reshape(*y.shape, *np.shape(plain(x))))
 
 
 def hessian(f: Function, x: Any) -> Tensor:

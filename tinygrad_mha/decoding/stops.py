@@ -28,9 +28,8 @@ def parse_stops(stop: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Stop
             outside the vocabulary.
         TypeError: anything else.
     """
-    stops = [] if stop is None else [stop] if isinstance(stop, str) or np.ndim(stop) == 0 else list(stop)
     ids, strings = set(), []
-    for one in stops:
+    for one in as_list(stop):
         if isinstance(one, str):
             if not one:
                 raise ValueError("stop contains an empty string, which every text contains")
@@ -38,12 +37,8 @@ def parse_stops(stop: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Stop
                 raise ValueError(f"stop={one!r} is a string: pass tokenizer=..., or give a token id")
             tokenizer.encode(one)  # raises if the tokenizer has no tokens for it
             strings.append(one)
-        elif is_integer(one):
-            if not 0 <= one < vocab_size:
-                raise ValueError(f"stop contains the id {one}, which is not in the vocabulary, 0 to {vocab_size - 1}")
-            ids.add(int(one))
         else:
-            raise TypeError(f"stop must be a token id, a string, or a list of these, got {one!r}")
+            ids.add(check_id(one, "stop", "a token id, a string, or a list of these", vocab_size))
     return Stops(frozenset(ids), tuple(strings))
 
 
@@ -58,13 +53,21 @@ def parse_end_ids(eos: Any, model: LanguageModel, vocab_size: int) -> frozenset[
     """
     if isinstance(eos, str) and eos == "model":
         return frozenset(i for i in getattr(model, "end_ids", ()) if 0 <= i < vocab_size)
-    ids = [] if eos is None else [eos] if isinstance(eos, str) or np.ndim(eos) == 0 else list(eos)
-    for i in ids:
-        if not is_integer(i):
-            raise TypeError(f'eos must be "model", a token id, a list of token ids, or None, got {i!r}')
-        if not 0 <= i < vocab_size:
-            raise ValueError(f"eos contains the id {i}, which is not in the vocabulary, 0 to {vocab_size - 1}")
-    return frozenset(map(int, ids))
+    expected = '"model", a token id, a list of token ids, or None'
+    return frozenset(check_id(i, "eos", expected, vocab_size) for i in as_list(eos))
+
+
+def as_list(values: Any) -> list[Any]:
+    """None as an empty list, one value as a list of it."""
+    return [] if values is None else [values] if isinstance(values, str) or np.ndim(values) == 0 else list(values)
+
+
+def check_id(i: Any, name: str, expected: str, vocab_size: int) -> int:
+    if not is_integer(i):
+        raise TypeError(f"{name} must be {expected}, got {i!r}")
+    if not 0 <= i < vocab_size:
+        raise ValueError(f"{name} contains the id {i}, which is not in the vocabulary, 0 to {vocab_size - 1}")
+    return int(i)
 
 
 class TextWriter:

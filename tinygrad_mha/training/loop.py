@@ -91,7 +91,7 @@ def train(
     return run
 
 
-def run_steps(run: Run, report: Callable[[Event], None], interruption: Interruption) -> None:
+def run_steps(run: Run, report: Callable[[Event], None], interruption: threading.Event) -> None:
     """The loop: evaluate, sample, update, log, checkpoint, until the last step or an interruption."""
     config = run.config
     if run.step == 0 and run.folder is not None:
@@ -117,9 +117,9 @@ def run_steps(run: Run, report: Callable[[Event], None], interruption: Interrupt
         if last:
             return
         due = run.step % config.checkpoint_interval == 0 or run.step == config.steps
-        if run.folder is not None and (due or interruption.requested):
+        if run.folder is not None and (due or interruption.is_set()):
             report({"event": "checkpoint", "step": run.step, "path": str(save_checkpoint(run))})
-        if interruption.requested:
+        if interruption.is_set():
             run.interrupted = True
             return
 
@@ -138,19 +138,13 @@ def create_folder(run: Run) -> None:
         ) from error
 
 
-class Interruption:
-    """Whether Ctrl-C was pressed."""
-
-    requested = False
-
-
 @contextmanager
-def catch_interrupt() -> Iterator[Interruption]:
-    """Let the first Ctrl-C set `requested` of the result; a second one has its usual effect.
+def catch_interrupt() -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C sets; a second one has its usual effect.
 
     Signals stay as they are in other threads than the main one, and in background jobs, which ignore Ctrl-C.
     """
-    interruption = Interruption()
+    interruption = threading.Event()
     in_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if in_main else signal.SIG_IGN
     if handler in (signal.SIG_IGN, None):
@@ -158,7 +152,7 @@ def catch_interrupt() -> Iterator[Interruption]:
         return
 
     def request(number: int, frame: FrameType | None) -> None:
-        interruption.requested = True
+        interruption.set()
         signal.signal(signal.SIGINT, handler)
 
     signal.signal(signal.SIGINT, request)
