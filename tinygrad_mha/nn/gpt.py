@@ -29,7 +29,7 @@ from tinygrad_mha.nn.positions import Position, as_position
 from tinygrad_mha.nn.scores import Score, as_score
 from tinygrad_mha.tensors import Tensor
 
-__all__ = ["GPT", "Block", "CausalSelfAttention", "GPTConfig", "GPTTrace", "Head"]
+__all__ = ["GPT", "Block", "CausalSelfAttention", "GPTConfig", "GPTTrace", "LMHead"]
 
 STD = 0.02  # the standard deviation of initial weights, as in GPT-2
 
@@ -43,7 +43,7 @@ class GPTConfig:
         block_size: the longest context, in tokens.
         n_layer, n_head, n_embd: the number of blocks, of heads per block, and the width C, a multiple of n_head.
         n_inner: the inner width of the feed-forward networks, 4 C unless given.
-        dropout: the probability of dropout: of embeddings, attention weights and the outputs of both parts of a block.
+        dropout: the probability of dropping an element of embeddings, attention weights, outputs of attn and of mlp.
         bias: whether linear layers and layer norms have a bias.
         norm: "layer" (`LayerNorm`) or "rms" (`RMSNorm`, as in Llama).
         norm_first: True: a norm before each part, and ln_f at the end (GPT-2). False: a norm after each sum (GPT-1).
@@ -51,8 +51,8 @@ class GPTConfig:
         position: "learned", "sinusoidal", "rotary", "alibi", "relative", "none", or an object of nn.positions.
         tie_weights: whether the head uses the weights of the token embedding.
         n_kv_head: the number of heads of keys and values; see `MultiHeadAttention`.
-        eps: of the norms.
-        rope_base: the base of position="rotary".
+        eps: added to the variance in each norm.
+        rope_base: the base of the angles of position="rotary" (theta in Llama).
         window: each token attends to itself and to the window - 1 tokens before it, as in Mistral; to all unless given.
         score: "softcap" (Gemma 2), "sinks" (gpt-oss) or an object of nn.scores; None for the usual softmax.
 
@@ -197,10 +197,10 @@ class CausalSelfAttention(Module):
         self.detail = self.heads.detail
         self.c_attn = Linear(width, width + 2 * n_kv_head * self.d_k, config.bias, STD, rng)
         self.c_proj = Linear(width, width, config.bias, residual_std(config), rng)
-        for linear, index in ((self.c_attn, "QKV"), (self.c_proj, "O")):
-            linear.weight.name = f"W_{index}"
+        for linear, subscript in ((self.c_attn, "QKV"), (self.c_proj, "O")):  # names for pictures
+            linear.weight.name = f"W_{subscript}"
             if linear.bias is not None:
-                linear.bias.name = f"b_{index}"
+                linear.bias.name = f"b_{subscript}"
 
     def forward(self, x: Any, positions: Any = None, **options: Any) -> Tensor:
         """(T, C) or (B, T, C) -> the same shape; `options` are cache, key_allow and edit of `MultiHeadAttention`."""
@@ -262,13 +262,14 @@ class Block(Module):
         return call_attention(self.attn, x, **options)
 
 
-class Head(Module):
+class LMHead(Module):
     """Logits: x @ weight^T, with the weight (V, C) in the layout of an embedding, so that both can share it."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> logits (..., V)."""
         return ops.linear(x, self.weight.mT)
 
 
@@ -277,7 +278,7 @@ class GPT(Module):
 
     Args:
         config: a `GPTConfig`.
-        seed: of the initial weights and, through a generator of its own, of dropout; None for different ones each time.
+        seed: seeds two random generators, one for the initial weights and one for dropout. None: different every time.
         attention: makes the attention of each block, called as `attention(config, rng)`: a class or a function that
             returns a module of your own, as docs/your_own_attention.md describes. It is tried on three tokens.
 
@@ -316,7 +317,7 @@ class GPT(Module):
         if config.norm_first:
             self.ln_f = make_norm(config)
         shape = config.vocab_size, config.n_embd
-        self.lm_head = Head(self.wte.weight if config.tie_weights else normal(shape, STD, rng))
+        self.lm_head = LMHead(self.wte.weight if config.tie_weights else normal(shape, STD, rng))
         self.special_ids: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
 
@@ -373,10 +374,11 @@ class GPT(Module):
         x = self.drop(x)
         hidden, traces = [x], []
         for i, block in enumerate(self.h):
-            steps = Steps(edit_block(edit, i)) if trace else edit_block(edit, i)
+            edit_i = prefix_edit(edit, i)
+            steps = Steps(edit_i) if trace else None  # a Steps is an edit that also keeps the tensors it sees
             layer = None if cache is None else cache[i]
-            x = block(x, cache=layer, positions=positions, key_allow=key_allow, edit=steps)
-            if isinstance(steps, Steps):
+            x = block(x, cache=layer, positions=positions, key_allow=key_allow, edit=edit_i if steps is None else steps)
+            if steps is not None:
                 hidden.append(x)
                 traces.append(steps.trace())
         if last_only:
@@ -395,12 +397,17 @@ class GPT(Module):
             hint = "model.loss(idx, targets) computes the loss"
             raise TypeError(f"cache must be a KVCache, as model.new_cache() makes, got {type(cache).__name__}; {hint}")
         if cache is not None and cache.n_layer != self.config.n_layer:
-            raise ValueError(f"the cache is for {cache.n_layer} layers, the model has {self.config.n_layer}")
+            raise ValueError(
+                f"the cache is for {cache.n_layer} layers, the model has {self.config.n_layer}: use model.new_cache()"
+            )
         start = 0 if cache is None else cache.length
         length, limit = start + idx.shape[-1], self.config.block_size
         if length > limit:
             held = f" ({start} of them in the cache)" if start else ""
-            raise ValueError(f"{length} tokens{held} are more than the context holds: block_size is {limit}")
+            raise ValueError(
+                f"{length} tokens{held} are more than the context holds: block_size is {limit}; pass the last {limit} "
+                f"tokens and no cache"
+            )
         return idx, start
 
     def new_cache(self) -> KVCache | None:
@@ -411,14 +418,14 @@ class GPT(Module):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids after which a text ends: `eos_token_id` of `generation_config`, or if that is {} of `special_ids`."""
+        """The end-of-text (EOS) ids: from `generation_config`, or from `special_ids` if that is empty."""
         return hf.find_end_ids(self.special_ids, self.generation_config)
 
     def loss(self, idx: Any, targets: Any, **options: Any) -> Tensor:
-        """The mean cross entropy of `targets`, of the shape of `idx`, in nats.
+        """The cross entropy of the logits for `idx` and the `targets`, in nats; by default the mean over all tokens.
 
-        Nothing is shifted here: targets[i] is the token that follows idx[i]. `options` are those of
-        `ops.cross_entropy`.
+        `targets` has the shape of `idx` and is shifted already: targets[i] is the token that follows idx[i]. `options`
+        are those of `ops.cross_entropy`.
         """
         return ops.cross_entropy(self(idx), as_ids(targets, "targets"), **options)
 
@@ -427,7 +434,8 @@ class GPT(Module):
         """Open a Hugging Face folder of a GPT-1, GPT-2 or Llama (config.json and model.safetensors), in eval mode.
 
         Args:
-            dtype: np.float32 or np.float64 to compute in; unless given float64 if the file has that, else float32.
+            folder: the folder.
+            dtype: np.float32 or np.float64, to compute in. Default: float64 if the file has float64, else float32.
 
         Raises:
             CheckpointError: a folder of another architecture, a damaged file, or weights that do not fit.
@@ -447,14 +455,14 @@ class GPT(Module):
         """Write a folder that `from_pretrained` and Hugging Face transformers open.
 
         A GPT-2 or GPT-1 without biases is written with biases of zeros, since those formats have no way to omit them.
-        Whether the head is tied is what the model holds, whatever its configuration says.
+        The head is written as tied if `lm_head` and `wte` share one tensor, even if the configuration differs.
 
         Args:
             tokenizer: saved into the folder too.
 
         Raises:
-            ValueError: settings, parameters or an attention that no format has (ALiBi, say; use `save`), or a tokenizer
-                with more tokens than the model.
+            ValueError: settings, parameters or an attention that no Hugging Face format has, such as ALiBi (use `save`
+                instead), or a tokenizer with more tokens than the model.
         """
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
@@ -480,6 +488,6 @@ def residual_std(config: GPTConfig) -> float:
     return STD * (2 * config.n_layer) ** -0.5
 
 
-def edit_block(edit: Edit | None, i: int) -> Edit | None:
-    """`edit` for block `i`, whose names it prefixes."""
+def prefix_edit(edit: Edit | None, i: int) -> Edit | None:
+    """Return a function that calls `edit` with "h.i." before the name of each step; None stays None."""
     return None if edit is None else lambda name, tensor: edit(f"h.{i}.{name}", tensor)

@@ -1,7 +1,8 @@
-"""Heads: multi-head attention between its projections, which differ from model to model.
+"""The part of multi-head attention that all models share: from projected q, k and v to the concatenated heads.
 
 `Heads` applies positions, cache, masks and dropout, and computes `ops.attention` for all heads at once, or `ops.attend`
-step by step where the steps are wanted. `MultiHeadAttention` and the attention of a GPT put projections around it.
+step by step if the steps are to be seen or edited. The projections before and after it differ from model to model, so
+they belong to `MultiHeadAttention` and to `CausalSelfAttention` of a GPT.
 
 Axes: B batch, H heads, T_q queries, T_k keys, d_k width of queries and keys, d_v width of values.
 """
@@ -17,7 +18,7 @@ from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import check_width
 from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.layers import Dropout
-from tinygrad_mha.nn.masks import Axes, combine_masks, pad_bias, select_head
+from tinygrad_mha.nn.masks import ScoreShape, combine_masks, pad_bias, select_head
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.nn.scores import Score
@@ -27,7 +28,8 @@ __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "c
 
 Edit = Callable[[str, Tensor], Tensor]
 
-# The names of the steps in the paper's notation. Traced tensors and pictures have them.
+# Names of the traced tensors, shown in pictures. S is the softmax, so the weights; papers that write S = q k^T, such as
+# FlashAttention, call these P. H is the output of a head, before W_O.
 NAMES = {"q": "Q", "k": "K", "v": "V", "scores": "scores", "masked": "masked", "weights": "S", "heads": "H"}
 NAMES["concat"] = "Concat"
 
@@ -52,7 +54,7 @@ class AttentionTrace(NamedTuple):
 
 
 class Steps:
-    """An observer of the steps of attention: names each tensor, lets `edit` replace it, and keeps it for a trace."""
+    """A hook for `ops.attend`: names each tensor, replaces it by what `edit` returns, and keeps it for a trace."""
 
     def __init__(self, edit: Edit | None = None, suffix: str = "") -> None:
         self._edit = edit
@@ -96,24 +98,23 @@ def apply_edit(edit: Edit, name: str, tensor: Tensor) -> Tensor:
 
 
 def split_heads(x: Tensor, n: int) -> Tensor:
-    """(..., T, n d) -> (..., n, T, d): head i is columns i d to (i + 1) d."""
-    return swap_rows_and_heads(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
+    """Split the columns into n heads: (..., T, n * d) -> (..., n, T, d). Head i gets columns i * d to (i + 1) * d."""
+    return swap_tokens_and_heads(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """(..., H, T, d) -> (..., T, H d)."""
-    x = swap_rows_and_heads(x)
+    """Put the heads side by side: (..., H, T, d) -> (..., T, H * d)."""
+    x = swap_tokens_and_heads(x)
     return ops.reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
 
 
-def swap_rows_and_heads(x: Tensor) -> Tensor:
+def swap_tokens_and_heads(x: Tensor) -> Tensor:
     """(..., T, H, d) -> (..., H, T, d), and back."""
-    *front, i, j, k = range(x.ndim)
-    return ops.transpose(x, axes=(*front, j, i, k))
+    return ops.transpose(x, axes=(*range(x.ndim - 3), -2, -3, -1))
 
 
 def repeat_heads(x: Any, times: int) -> Any:
-    """(..., H, T, d) -> (..., H times, T, d): each head `times` times in a row, for the queries that share it."""
+    """Repeat each head for the query heads that share it: (..., H, T, d) -> (..., H * times, T, d)."""
     if times == 1:
         return x
     *front, heads, rows, width = x.shape
@@ -123,7 +124,7 @@ def repeat_heads(x: Any, times: int) -> Any:
 
 
 class Projection(NamedTuple):
-    """The columns of a parameter that make "Q", "K" or "V": from `start` on, `width` for each head."""
+    """The part of a weight matrix that computes "Q", "K" or "V": columns from `start` on, `width` of them per head."""
 
     name: str
     weight: Tensor
@@ -132,7 +133,7 @@ class Projection(NamedTuple):
     start: int = 0
 
     def of_head(self, i: int) -> tuple[Tensor, Tensor | None]:
-        """The matrix and bias of head `i`, named W_Q1 and b_Q1."""
+        """Select the matrix and bias of head `i`; for i = 0 they are named W_Q1 and b_Q1."""
         columns = slice(self.start + i * self.width, self.start + (i + 1) * self.width)
         bias = None if self.bias is None else self.bias[columns].named(f"b_{self.name}{i + 1}")
         return self.weight[:, columns].named(f"W_{self.name}{i + 1}"), bias
@@ -153,7 +154,7 @@ class Masks(TypedDict, total=False):
 
 
 class Heads(Module):
-    """Multi-head attention between its projections. It has no matrices.
+    """Multi-head attention without its projections: it takes q, k and v, and has no weight matrices.
 
     Args:
         n_head: the number of heads of queries.
@@ -181,7 +182,7 @@ class Heads(Module):
         self.dropout = dropout
         self.fused = fused
         self.score = score
-        self.detail = f"{n_head} head{'s' if n_head > 1 else ''}"
+        self.detail = f"{n_head} head{'s' if n_head > 1 else ''}"  # shown in pictures
 
     def attend(
         self,
@@ -193,19 +194,20 @@ class Heads(Module):
         edit: Edit | None = None,
         **masks: Unpack[Masks],
     ) -> Tensor:
-        """q (..., H, T_q, d_k), k (..., H_kv, T, d_k), v (..., H_kv, T, d_v) -> (..., T_q, H d_v).
+        """Attend with all heads and put their results side by side.
 
-        Queries attend to the keys in the cache, followed by k. Arguments as in `MultiHeadAttention`.
+        q (..., H, T_q, d_k), k (..., H_kv, T, d_k), v (..., H_kv, T, d_v) -> (..., T_q, H * d_v). Queries attend to the
+        keys in the cache, followed by k. The other arguments are those of `MultiHeadAttention`.
         """
-        cache = check_cache(cache)
+        cache = select_layer_cache(cache)
         start = 0 if cache is None else cache.length
         n_q, n_k = q.shape[-2], start + k.shape[-2]
-        axes: Axes = (q.shape[0] if q.ndim == 4 else None, self.n_head, n_q, n_k)
-        allow, bias = self._masks(axes, q.dtype, **masks)
+        score_shape: ScoreShape = (q.shape[0] if q.ndim == 4 else None, self.n_head, n_q, n_k)
+        allow, bias = self._masks(score_shape, q.dtype, **masks)
         positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
         q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
         is_fused = self.fused and edit is None and self.score is None
-        if cache is not None:
+        if cache is not None:  # traces and graphs need Tensors of the old keys, not views of memory that is overwritten
             k, v = cache.append(k, v, snapshot=not is_fused or modes.STATE.get().record)
         keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
@@ -224,13 +226,14 @@ class Heads(Module):
         positions: Any = None,
         **masks: Unpack[Masks],
     ) -> Tensor:
-        """x (..., T_q, d_model), memory (..., T_k, d_memory) -> (..., T_q, H d_v), one head at a time.
+        """Project and attend one head at a time, giving every matrix a name, for pictures and traces.
 
-        The projections of "Q", "K" and "V" are applied head by head too, and every matrix has its name.
+        x (..., T_q, d_model), memory (..., T_k, d_memory) -> (..., T_q, H * d_v). Queries come from x, keys and values
+        from memory; in self-attention both are x.
         """
         n_q, n_k = x.shape[-2], memory.shape[-2]
-        axes: Axes = (x.shape[0] if x.ndim == 3 else None, self.n_head, n_q, n_k)
-        allow, bias = self._masks(axes, x.dtype, **masks)
+        score_shape: ScoreShape = (x.shape[0] if x.ndim == 3 else None, self.n_head, n_q, n_k)
+        allow, bias = self._masks(score_shape, x.dtype, **masks)
         positions = np.arange(n_q) if positions is None else np.asarray(positions)
         keep_mask = self.dropout.sample_mask((*x.shape[:-2], self.n_head, n_q, n_k), x.dtype)
 
@@ -242,23 +245,24 @@ class Heads(Module):
 
         q, k, v = projections
         # Keys and values that several heads share are computed before these heads, outside of their scopes.
-        shared = range(self.n_kv_head if self.n_kv_head < self.n_head else 0)
-        keys, values = ([project(projection, i, memory) for i in shared] for projection in (k, v))
+        is_shared = self.n_kv_head < self.n_head
+        keys = [project(k, i, memory) for i in range(self.n_kv_head)] if is_shared else []
+        values = [project(v, i, memory) for i in range(self.n_kv_head)] if is_shared else []
         heads = []
         for i in range(self.n_head):
             group = i * self.n_kv_head // self.n_head
             with modes.scope(f"head {i + 1}"):
                 q_i = project(q, i, x)
-                k_i = keys[group] if keys else project(k, i, memory)
-                v_i = values[group] if values else project(v, i, memory)
-                of_head = [select_head(mask, i) for mask in (allow, bias, keep_mask)]
+                k_i = keys[group] if is_shared else project(k, i, memory)
+                v_i = values[group] if is_shared else project(v, i, memory)
+                masks_of_head = [select_head(mask, i) for mask in (allow, bias, keep_mask)]
                 score = None if self.score is None else self.score.of_head(i)
-                heads.append(ops.attend(q_i, k_i, v_i, *of_head, observe=Steps(suffix=f"_{i + 1}"), score=score))
+                heads.append(ops.attend(q_i, k_i, v_i, *masks_of_head, observe=Steps(suffix=f"_{i + 1}"), score=score))
         return ops.concat(heads, axis=-1).named("Concat")
 
     def _masks(
         self,
-        axes: Axes,
+        score_shape: ScoreShape,
         dtype: np.dtype[Any],
         allow: Any = None,
         key_allow: Any = None,
@@ -267,17 +271,18 @@ class Heads(Module):
         window: int | None = None,
     ) -> tuple[Any, Any]:
         """All masks as one boolean array and all biases as one Tensor or array, or None for either."""
-        by_position = self.position.bias(self.n_head, *axes[2:], dtype)
+        _, _, n_q, n_k = score_shape
+        by_position = self.position.bias(self.n_head, n_q, n_k, dtype)
         if bias is None:
             bias = by_position
         else:
-            bias = pad_bias(bias, axes).astype(dtype)
+            bias = pad_bias(bias, score_shape).astype(dtype)
             bias = bias if by_position is None else by_position + bias
-        return combine_masks(allow, key_allow, causal, axes, window), bias
+        return combine_masks(allow, key_allow, causal, score_shape, window), bias
 
 
-def check_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | None:
-    """Return the cache of one layer, or None."""
+def select_layer_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | None:
+    """Return `cache` as the cache of one layer; a `KVCache` must have exactly one layer. None stays None."""
     if not isinstance(cache, KVCache):
         return cache
     if cache.n_layer != 1:
@@ -290,7 +295,7 @@ def check_rows(x: Any, width: int, positions: Any) -> Tensor:
     x = as_tensor(x)
     if x.ndim not in (2, 3):
         raise ValueError(f"x must be (T_q, d_model) or (B, T_q, d_model), got shape {x.shape}")
-    check_width(x, width, "attention, x with d_model columns,")
+    check_width(x, width, f"attention with d_model={width}")
     if positions is not None:
         shape = np.shape(positions)
         if shape not in ((x.shape[-2],), x.shape[:-1]) or np.asarray(positions).dtype.kind not in "iu":

@@ -20,7 +20,7 @@ FORMS = (
     "key_allow: boolean, of shape (B, T_k); bias: float, added to the scaled scores, in one of the shapes of allow"
 )
 
-Axes = tuple[int | None, int | None, int, int]
+ScoreShape = tuple[int | None, int | None, int, int]
 """The lengths (B, H, T_q, T_k) of scores; None for an axis that they do not have."""
 
 
@@ -58,31 +58,31 @@ def allow_past(q: Any, k: Any, key_allow: Any = None, window: int | None = None)
     Returns:
         What `ops.attend` takes as `allow`: boolean, broadcasts to the scores; None if nothing is hidden.
     """
-    axes = q.shape[0] if q.ndim == 4 else None, q.shape[-3], q.shape[-2], k.shape[-2]
-    return combine_masks(None, key_allow, True, axes, window)
+    score_shape = q.shape[0] if q.ndim == 4 else None, q.shape[-3], q.shape[-2], k.shape[-2]
+    return combine_masks(None, key_allow, True, score_shape, window)
 
 
 def combine_masks(
-    allow: Any, key_allow: Any, is_causal: bool, axes: Axes, window: int | None = None
+    allow: Any, key_allow: Any, is_causal: bool, score_shape: ScoreShape, window: int | None = None
 ) -> np.ndarray | None:
-    """The conjunction of all masks as one boolean array that broadcasts to scores of `axes`; None if there is none.
+    """Combine all masks into one boolean array that broadcasts to scores of `score_shape`; None if there are none.
 
     Raises:
         TypeError: a mask that is not boolean.
         ValueError: a mask whose shape does not fit, or a window without a causal mask.
     """
-    batch, _, n_q, n_k = axes
+    batch, _, n_q, n_k = score_shape
     if window is not None and not is_causal:
         raise ValueError("window narrows a causal mask: pass causal=True too")
     combined = None
     if allow is not None:
-        combined = pad_axes(check_mask(allow, "allow"), "allow", axes)
+        combined = pad_axes(check_mask(allow, "allow"), "allow", score_shape)
     if key_allow is not None:
         key_allow = check_mask(key_allow, "key_allow")
         expected = (1 if batch is None else batch, n_k)
         if key_allow.shape != expected:
             raise ValueError(f"key_allow has shape {key_allow.shape}, expected (B, T_k) = {expected}. {FORMS}")
-        keys = pad_axes(key_allow[:, None, :], "key_allow", (*axes[:2], 1, n_k))
+        keys = pad_axes(key_allow[:, None, :], "key_allow", (*score_shape[:2], 1, n_k))
         combined = keys if combined is None else combined & keys
     if is_causal and (n_q != 1 or window is not None):  # a single query is the last one, which sees every key
         past = causal(n_q, n_k, window)
@@ -90,8 +90,8 @@ def combine_masks(
     return combined
 
 
-def pad_bias(bias: Any, axes: Axes) -> Any:
-    """`bias`, an array or Tensor, in a shape that broadcasts to scores of `axes`.
+def pad_bias(bias: Any, score_shape: ScoreShape) -> Any:
+    """`bias`, an array or Tensor, in a shape that broadcasts to scores of `score_shape`.
 
     Raises:
         TypeError: a bias that is not floating.
@@ -100,7 +100,7 @@ def pad_bias(bias: Any, axes: Axes) -> Any:
     bias = bias if isinstance(bias, Tensor) else np.asarray(bias)
     if bias.dtype.kind != "f":
         raise TypeError(f"bias must be floating, it is added to the scores; got {bias.dtype}. {FORMS}")
-    return pad_axes(bias, "bias", axes)
+    return pad_axes(bias, "bias", score_shape)
 
 
 def check_mask(mask: Any, name: str) -> np.ndarray:
@@ -114,14 +114,14 @@ def check_mask(mask: Any, name: str) -> np.ndarray:
     raise TypeError(f"{name} {reason}; got {array.dtype}: pass a boolean array, {name}=(m > 0). {FORMS}")
 
 
-def pad_axes(mask: Any, name: str, axes: Axes) -> Any:
-    """A mask of 2, 3 or 4 axes as one that broadcasts to scores of `axes`: axes inserted or removed in front."""
-    batch, heads, n_q, n_k = axes
+def pad_axes(mask: Any, name: str, score_shape: ScoreShape) -> Any:
+    """A mask of 2, 3 or 4 axes as one that broadcasts to scores of `score_shape`: axes inserted or removed in front."""
+    batch, heads, n_q, n_k = score_shape
     shape = mask.shape
     front = {2: (1, 1), 3: (*shape[:1], 1), 4: shape[:2]}.get(len(shape), (-1, -1))
     fits = [n in (1, 1 if axis is None else axis) for n, axis in zip(front, (batch, heads), strict=True)]
     if shape[-2:] != (n_q, n_k) or not all(fits):
-        names = zip(("B", "H", "T_q", "T_k"), axes, strict=True)
+        names = zip(("B", "H", "T_q", "T_k"), score_shape, strict=True)
         lengths = ", ".join(f"{axis} = {n}" for axis, n in names if n is not None)
         raise ValueError(f"{name} has shape {shape}, which does not fit {lengths}. {FORMS}")
     if len(shape) == 2:

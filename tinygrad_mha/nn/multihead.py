@@ -80,12 +80,12 @@ def attention(
     q, k, v = as_tensor(q), as_tensor(k), as_tensor(v)
     front = check_operands(q, k, v)
     batch, heads = (*front, None, None)[:2] if len(front) <= 2 else (None, None)
-    axes = batch, heads, q.shape[-2], k.shape[-2]
-    allow = combine_masks(allow, key_allow, False, axes)
-    bias = None if bias is None else pad_bias(bias, axes).astype(q.dtype)
+    score_shape = batch, heads, q.shape[-2], k.shape[-2]
+    allow = combine_masks(allow, key_allow, False, score_shape)
+    bias = None if bias is None else pad_bias(bias, score_shape).astype(q.dtype)
     if keep_mask is not None:
         keep_mask = np.asarray(plain(keep_mask)).astype(q.dtype)
-        shape = (*front, *axes[2:])
+        shape = (*front, *score_shape[2:])
         lengths = zip(keep_mask.shape[::-1], shape[::-1], strict=False)
         if keep_mask.ndim > len(shape) or any(n not in (1, m) for n, m in lengths):
             raise ValueError(f"keep_mask must broadcast to the weights, {shape}, got {keep_mask.shape}")

@@ -1,7 +1,7 @@
-"""Positional schemes: how a model learns the order of its tokens. Each scheme is one class; `SCHEMES` lists them.
+"""Position encodings, called schemes here: how a model is told the order of its tokens.
 
-A scheme acts on the input (a table is added to the token vectors) or in attention (queries and keys are rotated, or a
-bias is added to the scores).
+Each scheme is one class, and `SCHEMES` lists them. It acts on the input (vectors are added to the token vectors) or in
+attention (queries and keys are rotated, or a bias is added to the scores).
 
 Axes: T tokens, C width of the model, H heads, d width of a query and of a key.
 """
@@ -36,7 +36,7 @@ class Position(Scheme):
 
     name: ClassVar[str] = "none"
     acts_on: ClassVar[Literal["input", "attention"]] = "attention"
-    rotates: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False  # whether it uses `positions` in attention, by `rotate`
 
     def check_head_width(self, d: int) -> None:
         """Raise ValueError if the scheme does not work with queries and keys of width `d`."""
@@ -46,15 +46,15 @@ class Position(Scheme):
         return self
 
     def forward(self, positions: np.ndarray, x: Tensor) -> Any:
-        """What is added to the token vectors x (..., T, C) at `positions` (T,) or (B, T), if the scheme does that."""
+        """The vectors to add to token vectors x (..., T, C) at `positions` (T,) or (B, T); for acts_on = "input"."""
         raise TypeError(f"{self!r} adds nothing to token vectors")
 
     def rotate(self, x: Tensor, positions: np.ndarray) -> Tensor:
-        """Queries or keys x (..., T, d) that stand at `positions` (T,) or (B, T), rotated."""
+        """Rotate queries or keys x (..., T, d), whose `positions` are (T,) or (B, T). By default x is unchanged."""
         return x
 
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor | None:
-        """What is added to the scores: (n_head, n_q, n_k), or None. The last query stands at the last key."""
+        """What is added to the scores: (n_head, n_q, n_k), or None. Queries are the last n_q of the n_k positions."""
         return None
 
 
@@ -102,7 +102,7 @@ class Rotary(Position):
 
 
 class Alibi(Position):
-    """Scores fall linearly with distance, at a rate of each head's own (arXiv:2108.12409); see `alibi`."""
+    """A bias of minus slope times distance is added to the scores; each head has its slope (arXiv:2108.12409)."""
 
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
         return Tensor(alibi(n_head, n_q, n_k), dtype=dtype, name="alibi")
@@ -115,7 +115,7 @@ class Relative(Position):
     Args:
         num_buckets: buckets of distances; see `relative_buckets`.
         max_distance: all distances from here on share the last bucket.
-        bidirectional: whether keys after the query have buckets of their own; else they share that of distance 0.
+        bidirectional: True: keys after the query have their own buckets. False: they use the bucket of distance 0.
     """
 
     num_buckets: int = 32
@@ -128,7 +128,7 @@ class Relative(Position):
         check_count(self.max_distance, "max_distance", least=self.num_buckets)
 
     def initialize(self, n_head: int, d_model: int, block_size: int, rng: Seed) -> Relative:
-        if self.weight is not None:
+        if self.weight is not None:  # it has its parameters already: layers that get this object share them
             return self
         scheme = dataclasses.replace(self)
         scheme.weight = normal((self.num_buckets, n_head), 0.02, rng)
@@ -162,9 +162,10 @@ def sinusoidal(positions: np.ndarray, width: int) -> np.ndarray:
 
     Column 2i is sin(p / 10000^(2i / width)), column 2i + 1 the cosine of the same (arXiv:1706.03762, section 3.5).
     """
-    i = np.arange(width)
-    angles = np.asarray(positions)[..., None] / 10000.0 ** ((i - i % 2) / width)
-    return np.where(i % 2, np.cos(angles), np.sin(angles))
+    column = np.arange(width)
+    exponents = (column - column % 2) / width  # 2i / width in both columns of pair i
+    angles = np.asarray(positions)[..., None] / 10000.0**exponents
+    return np.where(column % 2, np.cos(angles), np.sin(angles))
 
 
 def rotary(x: Any, positions: np.ndarray, base: float = 10000.0) -> Any:
@@ -179,14 +180,16 @@ def rotary(x: Any, positions: np.ndarray, base: float = 10000.0) -> Any:
     """
     half = x.shape[-1] // 2
     angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
-    heads = (1,) * (x.ndim - angles.ndim)  # all heads turn by the same angles
+    # (T, d/2) -> (1, 1, T, d/2), or (B, T, d/2) -> (B, 1, T, d/2): all heads are rotated by the same angles.
+    heads = (1,) * (x.ndim - angles.ndim)
     return ops.rotate(x, angles=angles.reshape(*angles.shape[:-2], *heads, *angles.shape[-2:]))
 
 
 def alibi_slopes(n_head: int) -> np.ndarray:
     """One slope per head: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two (arXiv:2108.12409, section 3).
 
-    For other numbers: those of the next lower power of two n, then every other one of 2n, as in the authors' code.
+    For another number of heads, let n be the next lower power of two. The first n heads get the slopes for n heads, the
+    others get the 1st, 3rd, 5th, ... slope for 2n heads, as in the authors' code.
     """
     n = 2 ** int(math.log2(n_head))
     slopes = 2.0 ** (-8.0 / n * np.arange(1, n + 1))
@@ -195,7 +198,7 @@ def alibi_slopes(n_head: int) -> np.ndarray:
 
 
 def alibi(n_head: int, n_q: int, n_k: int) -> np.ndarray:
-    """Minus slope times distance: (n_head, n_q, n_k), float64. The last query stands at the last key."""
+    """-slope * distance: (n_head, n_q, n_k), float64. Queries are the last n_q of the n_k positions."""
     queries = np.arange(n_k - n_q, n_k)
     return -alibi_slopes(n_head)[:, None, None] * np.abs(queries[:, None] - np.arange(n_k))
 
@@ -212,6 +215,7 @@ def relative_buckets(offsets: np.ndarray, num_buckets: int, max_distance: int, b
         first = np.where(offsets > 0, num_buckets, 0)
     distances = np.abs(offsets) if bidirectional else np.maximum(-offsets, 0)
     exact = num_buckets // 2
+    # From 0 at distance `exact` to 1 at `max_distance`, logarithmically: the place in the second half of the buckets.
     growth = np.log(np.maximum(distances, 1) / exact) / math.log(max_distance / exact)
     far = np.minimum(exact + (growth * (num_buckets - exact)).astype(int), num_buckets - 1)
     return first + np.where(distances < exact, distances, far)

@@ -15,6 +15,7 @@ __all__ = ["Scheme", "find_scheme"]
 S = TypeVar("S", bound="Scheme")
 
 
+# unsafe_hash: a dataclass compares by its settings, which would make a module unhashable.
 @dataclass(unsafe_hash=True)
 class Scheme(Module):
     """A module with settings, which are the fields of a dataclass. Its name is that of the class in lower case.
@@ -46,8 +47,8 @@ def find_scheme(given: Any, family: type[S], known: Mapping[str, type[S]], argum
     if isinstance(given, family):
         return given
     if isinstance(given, Mapping):
-        settings = dict(given)
-        return known[check_choice(settings.pop("name", None), known, argument)](**settings)
+        stored = dict(given)
+        return known[check_choice(stored.pop("name", None), known, argument)](**stored)
     scheme = known[check_choice(given, known, argument)]
     fields = {field.name for field in dataclasses.fields(scheme)}
     return scheme(**{name: value for name, value in settings.items() if name in fields})
