@@ -8,7 +8,6 @@ Axes: B batch, T tokens, T_k keys, C width (n_embd).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -23,25 +22,19 @@ from tinygrad_mha.nn.heads import Steps
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 
-__all__ = [
-    "GUIDE",
-    "OPTIONS",
-    "AttentionFactory",
-    "call_attention",
-    "check_attention",
-    "find_options",
-    "make_attention",
-]
+__all__ = ["GUIDE", "OPTIONS", "AttentionFactory"]
+__all__ += ["call_attention", "check_attention", "find_options", "make_attention"]
 
 AttentionFactory = Callable[[Any, np.random.Generator], Module]
 """Called as `factory(config, rng)` for each block; returns its attention."""
 
-OPTIONS = {
+# What cannot be ignored where it is passed, and what a forward does with it.
+HINTS = {
     "cache": "k, v = cache.append(k, v) returns those of all tokens",
-    "positions": "",  # an attention may leave out positions: then they have no effect in it
     "key_allow": "it hides the padding of batches with rows of different lengths",
     "edit": "call it as tensor = edit(name, tensor) for each step that can be edited",
 }
+OPTIONS = (*HINTS, "positions")
 GUIDE = "docs/your_own_attention.md shows what an attention in a GPT takes and gives"
 TOLERANCE = 1e-3  # relative to the largest element: float32, and different orders of summation
 
@@ -62,32 +55,29 @@ def call_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
     """`attention(x)` with those of `options` that it declares.
 
     Raises:
-        ValueError: an option that is needed and that it does not declare or ignores, or an output of another shape.
+        ValueError: an option that is needed and that it does not declare or ignores, or an output of another shape or
+            dtype.
         TypeError: an output that is not a Tensor.
     """
     supported = find_options(type(attention).forward)
     cache, steps = options.get("cache"), options.get("edit")
     steps = options["edit"] = steps if steps is None or isinstance(steps, Steps) else Steps(steps)
-    for name, hint in OPTIONS.items():
-        is_needed = hint and options.get(name) is not None and (name != "edit" or options[name].is_editing)
+    for name, hint in HINTS.items():
+        is_needed = steps is not None and steps.is_editing if name == "edit" else options.get(name) is not None
         if is_needed and name not in supported:
             raise ValueError(describe_fault(attention, f"takes no {name}: declare {name} in its forward ({hint})"))
     n = 0 if cache is None else cache.length + x.shape[-2]
     y = attention(x, **{name: value for name, value in options.items() if name in supported})
     if not isinstance(y, Tensor):
         raise TypeError(describe_fault(attention, f"returned a {type(y).__name__}, not one Tensor"))
-    if y.shape != x.shape:
-        raise ValueError(describe_fault(attention, f"must return the shape of its input, {x.shape}, got {y.shape}"))
-    if y.dtype != x.dtype:
-        fault = (
-            f"must return the dtype of its input, {x.dtype}, got {y.dtype}: convert its constants by astype(x.dtype)"
-        )
-        raise TypeError(describe_fault(attention, fault))
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        fault = f"must return the shape and dtype of its input, {x.shape} {x.dtype}, got {y.shape} {y.dtype}"
+        raise ValueError(describe_fault(attention, fault))
     if cache is not None and cache.appended != n:
         fault = f"must call cache.append once with the keys and values of x: the cache holds {cache.appended} tokens"
         raise ValueError(describe_fault(attention, f"{fault} afterwards, not {n}"))
     if steps is not None and steps.is_editing and not steps.names:
-        raise ValueError(describe_fault(attention, f"ignores edit: {OPTIONS['edit']}"))
+        raise ValueError(describe_fault(attention, f"ignores edit: {HINTS['edit']}"))
     return y
 
 
@@ -101,11 +91,10 @@ def make_attention(factory: AttentionFactory, config: Any, rng: np.random.Genera
     if isinstance(factory, Module) or not callable(factory):
         got = f"a {type(factory).__name__}"
         raise TypeError(f"attention must be a class or function, called as attention(config, rng); got {got}. {GUIDE}")
-    with contextlib.suppress(ValueError):  # a function without a signature
-        try:
-            inspect.signature(factory).bind(config, rng)
-        except TypeError as error:
-            raise TypeError(f"attention is called as attention(config, rng): {error}. {GUIDE}") from error
+    try:
+        inspect.signature(factory).bind(config, rng)
+    except TypeError as error:
+        raise TypeError(f"attention is called as attention(config, rng): {error}. {GUIDE}") from error
     attention = factory(config, rng)
     if not isinstance(attention, Module):
         raise TypeError(f"attention(config, rng) must return a Module, got a {type(attention).__name__}. {GUIDE}")
@@ -131,7 +120,7 @@ def check_attention(attention: Module, width: int, block_size: int) -> None:
     """
     attention = copy.deepcopy(attention).eval()
     n = min(3, block_size)
-    x = np.random.default_rng(0).standard_normal((n + 1, width)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((n, width)).astype(np.float32)
     try:
         with no_grad():
             compare_calls(attention, x)
@@ -143,8 +132,7 @@ def check_attention(attention: Module, width: int, block_size: int) -> None:
 
 
 def compare_calls(attention: Module, x: np.ndarray) -> None:
-    """Compare calls that must agree. x is (n + 1, C); its last row is used as padding."""
-    padding, x = x[-1:], x[:-1]
+    """Compare calls that must agree on the rows of x (T, C)."""
     n, places = len(x), np.arange(len(x))
     supported = find_options(type(attention).forward)
 
@@ -162,8 +150,8 @@ def compare_calls(attention: Module, x: np.ndarray) -> None:
     for m in range(1, n):
         compare(run(x[:m]), "lets a token see later ones: hide them (causal=True, or allow=nn.causal(T_q, T_k))")
     if "key_allow" in supported:
-        rows, key_allow = np.concatenate([padding, x])[None], np.arange(n + 1)[None] > 0
-        padded = run(rows, key_allow=key_allow, positions=np.maximum(np.arange(n + 1) - 1, 0)[None])
+        rows = np.concatenate([x[-1:], x[:-1]])[None]  # the last row is the padding in front of the others
+        padded = run(rows, key_allow=places[None] > 0, positions=np.maximum(places - 1, 0)[None])
         compare(padded[0, 1:], "declares key_allow, but a padding token in front changes its result")
     if "cache" in supported:
         cache = KVCache()
