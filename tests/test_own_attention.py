@@ -315,9 +315,9 @@ def test_a_walkthrough_without_the_steps_it_needs_says_which_are_missing():
             show = edit or (lambda name, tensor: tensor)
             return super().forward(x, edit=lambda name, t: show(name, t) if name in ("q", "heads") else t, **options)
 
-    with pytest.raises(ValueError, match=r"Silent does not show k, v, weights\. Let its forward call .*edit\(name"):
+    with pytest.raises(ValueError, match=r"Silent does not so show k, v, weights\. Let its forward call .*edit\(name"):
         tg.walkthrough(make(Silent), [1, 2, 3])
-    with pytest.raises(ValueError, match=r"Own does not show q, k, v, weights, heads"):
+    with pytest.raises(ValueError, match=r"Own does not so show q, k, v, weights, heads"):
         tg.walkthrough(make(own(lambda self, x: x @ self.w)), [1, 2, 3])
 
 
@@ -351,3 +351,20 @@ def test_the_walkthrough_shows_an_overridden_forward_and_not_the_inherited_per_h
     assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √3 / 2"
     assert equations(page)["V_1"] == "V_1 = X @ W_V1 + b_V1"
     assert np.array_equal(values_of(page)["W_V1"], make(Temperature).h[0].attn.c_attn.weight.numpy()[:, 12:15])
+
+
+def test_an_attention_without_an_axis_of_heads_has_one_head(rng):
+    class One(nn.Module):
+        is_attention = True
+
+        def __init__(self, config, rng):
+            self.q, self.k, self.v = (nn.Linear(config.n_embd, config.n_embd, rng=rng) for _ in range(3))
+
+        def forward(self, x, edit=None):
+            show = edit or (lambda name, tensor: tensor)
+            q, k, v = (show(name, layer(x)) for name, layer in zip("qkv", (self.q, self.k, self.v), strict=True))
+            return ops.attend(q, k, v, nn.causal(x.shape[-2]), observe=show)
+
+    page = tg.walkthrough(make(One), [3, 1, 4, 1, 5])
+    assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √6"
+    assert len(read_page(page)["walks"]) == 1

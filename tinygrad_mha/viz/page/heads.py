@@ -62,26 +62,27 @@ class HeadByHead(Module):
         if "edit" in find_options(type(self.attention).forward):
             with modes.enable_grad():
                 y = self(x, edit=note)
-        shown = {name for name, tensor in steps if name not in NEEDED or tensor.ndim == x.ndim + 1}
-        missing = [name for name in NEEDED if name not in shown]
+        axes = {name: tensor.ndim - x.ndim for name, tensor in reversed(steps)}
+        has_heads = 1 in axes.values()
+        missing = [name for name in NEEDED if axes.get(name) != has_heads]
         if missing or y is None:
             raise ValueError(
-                f"a walkthrough shows the steps {', '.join(NEEDED)}, each (H, T, width): {who} does not show "
+                f"a walkthrough shows the steps {', '.join(NEEDED)}, each (H, T, width): {who} does not so show "
                 f"{', '.join(missing)}. Let its forward call tensor = edit(name, tensor) for them, or give it a method "
                 f"per_head. {GUIDE}"
             )
         with self.scope():
-            return Replay(y, steps).run()
+            return Replay(y, steps, has_heads).run()
 
 
 class Replay:
     """The operations of a run applied again, head by head where that gives the same numbers."""
 
-    def __init__(self, y: Tensor, steps: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, y: Tensor, steps: list[tuple[str, Tensor]], has_heads: bool) -> None:
         self.y = y
         self.order = engine.toposort([y], everything=True)
         self.names = {id(tensor): name for name, tensor in reversed(steps)}  # of several names the first
-        self.n_head = dict(steps)["heads"].shape[-3]
+        self.n_head = dict(steps)["heads"].shape[-3] if has_heads else 0  # 0: one head, without an axis
         self.done: dict[int, Any] = {}  # by identity: a Tensor, or a list of one (..., 1, T, width) for each head
         self.heads: list[Tensor] = []  # H_1, H_2, ...
 
@@ -93,7 +94,8 @@ class Replay:
             if name is not None and value.node is not None:
                 result = self._show(NAMES.get(name, name), value, result)
             self.done[id(value)] = result
-        return join(self.done[id(self.y)])
+        result = join(self.done[id(self.y)])
+        return ops.reshape(result, shape=result.shape) if id(self.y) in self.names else result  # Y = H_1
 
     def _apply(self, value: Tensor) -> Any:
         node: Any = value.node
@@ -155,8 +157,8 @@ class Replay:
 
     def _show(self, name: str, value: Tensor, result: Any) -> Any:
         """Name the matrices of a step, one for each head."""
-        if value.ndim < 3 or (value.ndim == 3 and self.y.ndim == 3):
-            return result.named(name)
+        if value.ndim == self.y.ndim:
+            return result.named(name if self.n_head or name == NAMES["concat"] else f"{name}_1")
         if isinstance(result, list):
             matrices = [ops.reshape(part, shape=drop_head(part.shape)) for part in result]
         else:
