@@ -368,3 +368,17 @@ def test_an_attention_without_an_axis_of_heads_has_one_head(rng):
     page = tg.walkthrough(make(One), [3, 1, 4, 1, 5])
     assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √6"
     assert len(read_page(page)["walks"]) == 1
+
+
+def test_heads_that_are_changed_before_they_are_shown_are_written_head_by_head():
+    class Scaled(Gain):
+        def forward(self, x, edit=None, **options):
+            def change(name, tensor):
+                tensor = ops.tanh(tensor) * self.gain if name == "q" else tensor
+                return tensor if edit is None else edit(name, tensor)
+
+            return self.mha(x, causal=True, edit=change, **options)
+
+    shown = equations(tg.walkthrough(make(Scaled), [3, 1, 4, 1, 5]), head=1)
+    assert shown["Q_2"] == "Q_2 = tanh( X @ W_Q_2 ) * gain_2"
+    assert shown["∂gain_2"].startswith("∂gain_2 = sum( ∂Q_2 * tanh( X @ W_Q_2 )")

@@ -193,6 +193,8 @@ def write_div(c: Call) -> Formula:
 
 def write_scale(c: Call) -> Formula:
     by = c.keywords["by"]
+    if by == 1:
+        return c.x
     if by == -1:
         return write_neg(c)
     exact = divide(c.x, 1 / by) if by else None

@@ -93,6 +93,8 @@ class Replay:
             name = self.names.get(id(value))
             if name is not None and value.node is not None:
                 result = self._show(NAMES.get(name, name), value, result)
+            elif value.node is not None and value.node.op.kind == "movement" and value.ndim > self.y.ndim:
+                result = self._split(value, result)
             self.done[id(value)] = result
         result = join(self.done[id(self.y)])
         return ops.reshape(result, shape=result.shape) if id(self.y) in self.names else result  # Y = H_1
@@ -149,11 +151,21 @@ class Replay:
         data, *weights = (self.done.get(id(x), x) for x in node.inputs)
         if node.op.kind == "product" and all(isinstance(w, Tensor | None) for w in weights):
             named = zip("Wb", weights, strict=False)
-            parts = [None if w is None else w[..., columns].named(f"{letter}_{name}{i + 1}") for letter, w in named]
+            parts = [
+                None if w is None else w[..., columns].named(f"{letter}_{name}{i + 1}" if name else f"{w.name}_{i + 1}")
+                for letter, w in named
+            ]
             result = node.op(data, *parts, **node.kwargs)
         else:
             result = self.done[id(matrix)][(slice(None),) * (matrix.ndim - 1) + (columns,)]
         return result if is_equal(result, expected) else None
+
+    def _split(self, value: Tensor, result: Any) -> Any:
+        """The parts of the heads of a value that holds the columns of a matrix, or `result` as it is."""
+        if isinstance(result, list) or value.shape[-3] != self.n_head:
+            return result
+        matrices = [self._take_columns("", value, i) for i in range(self.n_head)]
+        return result if any(x is None for x in matrices) else [insert_head(x) for x in matrices if x is not None]
 
     def _show(self, name: str, value: Tensor, result: Any) -> Any:
         """Name the matrices of a step, one for each head."""
