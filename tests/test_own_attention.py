@@ -382,3 +382,11 @@ def test_heads_that_are_changed_before_they_are_shown_are_written_head_by_head()
     shown = equations(tg.walkthrough(make(Scaled), [3, 1, 4, 1, 5]), head=1)
     assert shown["Q_2"] == "Q_2 = tanh( X @ W_Q_2 ) * gain_2"
     assert shown["∂gain_2"].startswith("∂gain_2 = sum( ∂Q_2 * tanh( X @ W_Q_2 )")
+
+
+def test_a_multi_head_attention_put_in_by_hand_is_shown_with_the_mask_that_the_gpt_uses():
+    model = nn.GPT(nn.GPTConfig(**SIZES))
+    model.h[0].attn = nn.MultiHeadAttention(6, 2, rng=0)  # without causal=True
+    page = tg.walkthrough(model, [3, 1, 4])
+    assert "masked_1" not in equations(page)
+    assert (values_of(page)["S_1"] > 0).all()

@@ -85,7 +85,7 @@ def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
         raise ValueError(f"this GPT has the layers 0 to {len(model.h) - 1}, got layer={layer}")
     facts: Json = {"layer": layer, "layers": len(model.h), "ids": [str(i) for i in idx.tolist()]}
     model = copy_for_run(model)
-    attention = model.h[layer].attn
+    attention: Any = model.h[layer].attn
     recorder: Any = Recorder(attention)
     model.h[layer].attn = recorder
     logits = model(idx)
@@ -94,7 +94,9 @@ def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
         loss = ops.cross_entropy(logits[:-1], idx[1:])
         grad = transforms.grad(loss, y)[0].numpy()
         facts |= {"loss": "next_token", "loss_value": as_json_number(loss.numpy())}
-    attention = attention if has_own_per_head(attention) else HeadByHead(attention)
+    # A GPT calls its attention without `causal`, so a per_head with that argument could show another mask.
+    is_same = has_own_per_head(attention) and not accepts(attention.per_head, "causal")
+    attention = attention if is_same else HeadByHead(attention)
     return Subject(attention, x.numpy(), grad, facts)
 
 
