@@ -55,7 +55,7 @@ def test_temperature_makes_the_largest_logit_zero(x, temperature):
 
 @pytest.mark.parametrize("temperature", [-1, -1e-9, math.inf, math.nan, "hot", None, True])
 def test_an_invalid_temperature_is_refused(temperature):
-    with pytest.raises(ValueError, match="temperature must be a number"):
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
         compute_probabilities(np.zeros(5), temperature)
 
 

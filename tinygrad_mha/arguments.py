@@ -5,13 +5,14 @@ Arrays and Tensors are both accepted; this module imports neither Tensor nor an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 __all__ = ["as_ids", "as_index", "check_boolean", "check_choice", "check_count", "check_ids", "check_integer"]
-__all__ += ["check_probability", "check_width", "is_integer", "is_number"]
+__all__ += ["check_number", "check_probability", "check_width", "is_integer", "is_number"]
 
 
 def is_integer(x: Any) -> bool:
@@ -44,6 +45,18 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
+
+
+def check_number(value: Any, name: str, positive: bool = False) -> float:
+    """Return `value` as a Python float.
+
+    Raises:
+        ValueError: `value` is not a finite number of at least 0, or with `positive`, above 0.
+    """
+    if not is_number(value) or not 0 <= value < math.inf or (positive and value == 0):
+        expected = "a positive number" if positive else "a finite number of at least 0"
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    return float(value)
 
 
 def check_probability(value: Any, name: str) -> float:

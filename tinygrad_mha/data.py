@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.files import read_json, replacing, write_json
 
 __all__ = ["BPETokenizer", "Batches", "CharTokenizer", "StreamDecoder", "Tokenizer"]
@@ -51,16 +52,14 @@ class Tokenizer:
 
     def _check_ids(self, ids: Iterable[int]) -> list[int]:
         """One row of ids in the vocabulary, as a list."""
-        row = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+        row = as_ids(ids if isinstance(ids, np.ndarray) else list(ids), "ids")
         if row.ndim != 1:
             raise ValueError(f"decode takes one row of ids, got shape {row.shape}: decode the rows one by one")
-        if row.size and row.dtype.kind not in "iu":
-            raise TypeError(f"ids must be integers, got {row.dtype}")
         wrong = np.flatnonzero((row < 0) | (row >= self.vocab_size))
         if wrong.size:
             i = int(wrong[0])
             raise ValueError(f"the id {row[i]} at position {i} is not in the vocabulary of {self.vocab_size} tokens")
-        return [int(i) for i in row]
+        return row.tolist()
 
 
 class CharTokenizer(Tokenizer):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.arguments import check_number
 from tinygrad_mha.tensors import Tensor, mark_written
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "decay_groups", "global_norm", "warmup_cosine"]
@@ -354,8 +355,8 @@ def _check_options(options: dict[str, Any]) -> None:
         if key == "betas":
             if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
                 raise ValueError(f"betas must be two numbers in [0, 1), got {value}")
-        elif not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-            raise ValueError(f"{key} must be a finite number, 0 or more, got {value!r}")
+        else:
+            check_number(value, key)
 
 
 def _check_gradient(p: Tensor) -> None:

@@ -34,11 +34,13 @@ def distinct(rng, *shape):
     return (rng.permutation(n) * 0.3 + 0.1 * rng.random(n) - 0.15 * n).reshape(shape)
 
 
-def without_ties(rng, a, b):
-    """Two arrays that differ by at least 0.05 wherever they meet."""
-    left = 0.3 * rng.integers(-4, 5, a) + 0.1 * rng.random(a)
-    right = 0.3 * rng.integers(-4, 5, b) + 0.1 * rng.random(b) + 0.15
-    return left, right
+def without_ties(rng):
+    """Samples of an operation on two arrays that differ by at least 0.05 wherever they meet."""
+
+    def spread(shape):
+        return 0.3 * rng.integers(-4, 5, shape) + 0.1 * rng.random(shape)
+
+    return [((spread(a), spread(b) + 0.15), {}) for a, b in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]]
 
 
 def random_mask(rng, *shape):
@@ -112,8 +114,8 @@ SAMPLES = {
     # Masked scores are -inf, and differences of them are nan. So the mask here allows everything; `softmax` and
     # `attention` are checked with real masks.
     "mask": lambda rng: [((normal(rng, 2, 3), np.ones((2, 3), bool)), {})],
-    "maximum": lambda rng: [(without_ties(rng, *s), {}) for s in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]],
-    "minimum": lambda rng: [(without_ties(rng, *s), {}) for s in [((2, 3), (2, 3)), ((5, 3), (3,)), ((5, 3), ())]],
+    "maximum": without_ties,
+    "minimum": without_ties,
     "sum": reductions(normal),
     "mean": reductions(normal, empty=False),
     "var": lambda rng: [*reductions(normal, empty=False)(rng)[:-1], ((normal(rng, 3, 5),), {"axis": 1, "ddof": 1})],

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.arguments import check_count, is_number
+from tinygrad_mha.arguments import check_count, check_number
 
-__all__ = ["BeamSearchResult", "Hypothesis", "SearchNode", "beam_search", "check_length_penalty"]
+__all__ = ["BeamSearchResult", "Hypothesis", "SearchNode", "beam_search"]
 
 StepFunction = Callable[[np.ndarray, np.ndarray], Any]
 End = int | Callable[[np.ndarray], bool] | None
@@ -110,7 +110,7 @@ def beam_search(
     """
     prefix = np.array(list(start))
     beam, max_new_tokens = check_count(beam, "beam"), check_count(max_new_tokens, "max_new_tokens")
-    check_length_penalty(length_penalty)
+    check_number(length_penalty, "length_penalty")
     if prefix.ndim != 1 or prefix.size == 0 or prefix.dtype.kind not in "iu":
         raise ValueError(f"start must be a row of at least one id, got {prefix!r}")
     is_end = end if callable(end) else lambda tokens: tokens[-1] == end
@@ -140,12 +140,6 @@ def beam_search(
         prefixes, logs, parents = prefixes[~done], logs[~done], parents[~done]
     ended.sort(key=lambda found: (-found.score, len(found.tokens), found.tokens.tolist()))
     return BeamSearchResult(ended, nodes)
-
-
-def check_length_penalty(value: Any) -> None:
-    """Raise ValueError unless `value` is a number of at least 0."""
-    if not is_number(value) or not value >= 0:
-        raise ValueError(f"length_penalty must be a number of at least 0, got {value!r}")
 
 
 def find_best(totals: np.ndarray, n: int) -> np.ndarray:

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_ids
+from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_ids, check_number
 from tinygrad_mha.data import Tokenizer
-from tinygrad_mha.decoding.beam import Hypothesis, beam_search, check_length_penalty
+from tinygrad_mha.decoding.beam import Hypothesis, beam_search
 from tinygrad_mha.decoding.language_model import Cache, LanguageModel, make_cache
 from tinygrad_mha.decoding.sampling import Sampler, check_logits, compute_log_probabilities
 from tinygrad_mha.decoding.stops import TextWriter, parse_end_ids, parse_stops
@@ -138,7 +138,7 @@ def generate(
     request = Request(
         model, idx, max_new_tokens, temperature, top_k, top_p, stop, eos, tokenizer, seed, use_cache, on_full
     )
-    check_length_penalty(length_penalty)
+    check_number(length_penalty, "length_penalty")
     # 1 is the default temperature; 0 means "no sampling", which is true of a beam search.
     if check_count(beam, "beam") > 1 and not (temperature in (0, 1) and top_k is None and top_p is None):
         raise ValueError(
@@ -214,13 +214,11 @@ class Request:
         on_full: str = "error",
     ) -> None:
         vocab_size, self.block_size = model.config.vocab_size, model.config.block_size
-        self.model = model
+        self.model, self.tokenizer, self.use_cache = model, tokenizer, use_cache
         self.prompts = as_prompts(idx, vocab_size)
         self.max_new_tokens = check_count(max_new_tokens, "max_new_tokens", least=0)
         stops = parse_stops(stop, tokenizer, vocab_size)
         self.stops = stops._replace(ids=stops.ids | parse_end_ids(eos, model, vocab_size))
-        self.tokenizer = tokenizer
-        self.use_cache = use_cache
         self.sampler = Sampler(temperature, top_k, top_p, seed, len(self.prompts))
         check_context(max(map(len, self.prompts)), self.max_new_tokens, self.block_size, on_full)
 

@@ -5,12 +5,10 @@ Every function takes an array of logits (..., V) and works along its last axis.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import check_count, check_probability, is_number
+from tinygrad_mha.arguments import check_count, check_number, check_probability
 
 __all__ = ["Sampler", "apply_temperature", "check_logits", "compute_log_probabilities", "compute_probabilities"]
 __all__ += ["draw", "keep_top_k", "keep_top_p"]
@@ -113,8 +111,7 @@ def draw(p: np.ndarray, rng: np.random.Generator) -> int:
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise ValueError for an option out of its range."""
-    if not is_number(temperature) or not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature!r}")
+    check_number(temperature, "temperature")
     if top_k is not None:
         check_count(top_k, "top_k")
     if top_p is not None:

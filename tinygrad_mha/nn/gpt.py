@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, Unp
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability, is_number
+from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_number, check_probability
 from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
@@ -98,9 +98,7 @@ class GPTConfig:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
             setattr(self, name, bool(getattr(self, name)))
         for name in ("eps", "rope_base"):
-            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
-            setattr(self, name, float(getattr(self, name)))
+            setattr(self, name, check_number(getattr(self, name), name, positive=True))
         if self.norm in ("pre", "post"):
             raise ValueError(f"norm is 'layer' or 'rms'; for norm={self.norm!r} pass norm_first={self.norm == 'pre'}")
         check_choice(self.norm, ("layer", "rms"), "norm")

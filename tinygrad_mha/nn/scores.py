@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import is_number
+from tinygrad_mha.arguments import check_number
 from tinygrad_mha.nn.init import constant
 from tinygrad_mha.nn.schemes import Scheme, find_scheme
 from tinygrad_mha.tensors import Tensor
@@ -49,8 +49,7 @@ class SoftCap(Score):
     cap: float = 50.0
 
     def __post_init__(self) -> None:
-        if not is_number(self.cap) or not self.cap > 0:
-            raise ValueError(f"cap must be a positive number, got {self.cap!r}")
+        check_number(self.cap, "cap", positive=True)
 
     def change(self, scores: Tensor) -> Tensor:
         return ops.tanh(scores / self.cap) * self.cap

@@ -6,7 +6,8 @@ Axes: B batch, S source words, T target words, C width (d_model), H heads, V_t t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.random import Generator
@@ -32,9 +33,21 @@ class ResidualBlock(Module):
     With `norm_first` the sublayer's input is normalized (arXiv:2002.04745), else the sum, as in the paper.
     """
 
-    def __init__(self, norm_first: bool, dropout: float, rng: Generator) -> None:
+    has_cross: ClassVar[bool] = False  # whether there is cross-attention after the self-attention
+
+    def __init__(
+        self, d_model: int, n_head: int, d_ff: int, norm_first: bool, dropout: float, activation: str, rng: Generator
+    ) -> None:
+        attention = partial(MultiHeadAttention, d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
         self.norm_first = norm_first
         self.drop = Dropout(dropout, rng.spawn(1)[0])
+        self.ln_1 = LayerNorm(d_model)
+        self.attn = attention()
+        self.ln_2 = LayerNorm(d_model)
+        if self.has_cross:
+            self.cross = attention()
+            self.ln_3 = LayerNorm(d_model)
+        self.mlp = FeedForward(d_model, d_ff, activation, rng=rng)
 
     def add(self, x: Tensor, ln: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Return x + dropout(sublayer(ln(x))) with `norm_first`, else ln(x + dropout(sublayer(x)))."""
@@ -43,15 +56,6 @@ class ResidualBlock(Module):
 
 class EncoderBlock(ResidualBlock):
     """Self-attention over the source, then a feed-forward network."""
-
-    def __init__(
-        self, d_model: int, n_head: int, d_ff: int, norm_first: bool, dropout: float, activation: str, rng: Generator
-    ) -> None:
-        super().__init__(norm_first, dropout, rng)
-        self.ln_1 = LayerNorm(d_model)
-        self.attn = MultiHeadAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
-        self.ln_2 = LayerNorm(d_model)
-        self.mlp = FeedForward(d_model, d_ff, activation, rng=rng)
 
     def forward(self, x: Tensor, key_allow: np.ndarray | None, steps: Steps | None = None) -> Tensor:
         """Map the source (B, S, C) to (B, S, C). `key_allow` (B, S) is False for padding; `steps` records attention."""
@@ -62,16 +66,7 @@ class EncoderBlock(ResidualBlock):
 class DecoderBlock(ResidualBlock):
     """Causal self-attention over the target, cross-attention to the source, then a feed-forward network."""
 
-    def __init__(
-        self, d_model: int, n_head: int, d_ff: int, norm_first: bool, dropout: float, activation: str, rng: Generator
-    ) -> None:
-        super().__init__(norm_first, dropout, rng)
-        self.ln_1 = LayerNorm(d_model)
-        self.attn = MultiHeadAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
-        self.ln_2 = LayerNorm(d_model)
-        self.cross = MultiHeadAttention(d_model, n_head, bias=True, dropout=dropout, rng=rng, fused=True)
-        self.ln_3 = LayerNorm(d_model)
-        self.mlp = FeedForward(d_model, d_ff, activation, rng=rng)
+    has_cross = True
 
     def forward(
         self,

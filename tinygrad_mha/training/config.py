@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tinygrad_mha.arguments import check_count, is_number
+from tinygrad_mha.arguments import check_count, check_number
 from tinygrad_mha.nn import GPTConfig
 from tinygrad_mha.optim import warmup_cosine
 
@@ -88,9 +87,7 @@ class TrainConfig:
         for name, least in LEAST.items():
             values[name] = check_count(values[name], name, least)
         for name in NUMBERS:
-            if not is_number(values[name]) or not 0 <= values[name] < math.inf:
-                raise ValueError(f"{name} must be a finite number of at least 0, got {values[name]!r}")
-            values[name] = float(values[name])
+            values[name] = check_number(values[name], name)
         if values["min_lr"] > values["learning_rate"]:
             raise ValueError(f"min_lr is {values['min_lr']}, more than learning_rate, {values['learning_rate']}")
         values["betas"] = tuple(map(float, values["betas"]))

@@ -27,6 +27,8 @@ __all__ = ["DivergedError", "Run", "accumulate"]
 # dropout.
 DATA, EVALUATION, SAMPLING = 1, 2, 3
 
+IGNORED = -100  # targets that losses do not count, as `ignore_index` of `ops.cross_entropy`
+
 NEEDED = (
     "a model to train is a Module with config.vocab_size, config.block_size and loss(idx, targets), a Tensor with one "
     "element; to write samples it is also a LanguageModel of tinygrad_mha.decoding, or set sample_interval=0"
@@ -176,12 +178,13 @@ def adapt_config(config: TrainConfig, model: Any) -> TrainConfig:
     return adapted
 
 
-def accumulate(model: Any, batches: list[tuple[np.ndarray, np.ndarray]], ignore_index: int = -100) -> float:
+def accumulate(model: Any, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
     """Compute the mean loss over all targets of all batches, accumulate its gradient in `.grad`, and return it.
 
-    Each batch is weighted by its number of counted targets, so six batches of ten give the result of one of sixty.
+    Each batch is weighted by its number of targets that are not IGNORED, so six batches of ten give the result of one
+    of sixty.
     """
-    counts = [int(np.count_nonzero(targets != ignore_index)) for _, targets in batches]
+    counts = [int(np.count_nonzero(targets != IGNORED)) for _, targets in batches]
     total, value = max(sum(counts), 1), 0.0
     for (idx, targets), count in zip(batches, counts, strict=True):
         loss = model.loss(idx, targets) * (count / total)
