@@ -133,7 +133,7 @@ class Translator(Module):
             rows = self._generate_greedily(np.atleast_2d(ids), self.limit_tokens(max_new_tokens))
         else:
             found = [self.search(row, beam, max_new_tokens, length_penalty) for row in np.atleast_2d(ids)]
-            rows = [self.cut_at_end(beams.best.tokens) for beams in found]
+            rows = [self.cut_at_end(result.best.tokens) for result in found]
         return rows[0] if ids.ndim == 1 else rows
 
     @modes.no_grad

@@ -18,16 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tinygrad_mha.notation import write_number
+from tinygrad_mha.viz.diagram import heat
 from tinygrad_mha.viz.diagram.formulas import shorten
-from tinygrad_mha.viz.diagram.heat import (
-    INK,
-    common_factor,
-    heat_table,
-    largest_magnitude,
-    legend_bar,
-    shows_numbers,
-    write_factor,
-)
 from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Node, Picture, Table
 
 __all__ = ["escape", "fit", "quote", "to_dot"]
@@ -112,7 +104,7 @@ def write_node(node: Node) -> str:
     """The DOT statement of a box."""
     if node.kind == "plus":
         frame = CHANGES[node.change][1]
-        label = table([row(font("+", 14, INK), 'WIDTH="20" ALIGN="CENTER"')], frame, "#ffffff", padding=0)
+        label = table([row(font("+", 14, heat.INK), 'WIDTH="20" ALIGN="CENTER"')], frame, "#ffffff", padding=0)
     elif node.kind == "operation":
         return (
             f'{node.id} [shape=oval style=filled fillcolor="#eef0f2" color="#8c959f" fontsize=11 margin="0.08,0.02" '
@@ -127,7 +119,7 @@ def write_table(node: Node) -> str:
     """Title and shape, the lines, the value, and the gradient: under the value, or beside it if it is tall."""
     sign, change = CHANGES[node.change]
     look = LOOKS[node.kind] if node.change == "same" else Look(change, LOOKS[node.kind].fill)
-    title = font(bold(sign + shorten(node.title, LONGEST_TITLE)), 14, INK)
+    title = font(bold(sign + shorten(node.title, LONGEST_TITLE)), 14, heat.INK)
     corner = font(bold(node.shape), 12, look.frame if node.kind != "op" else GREY)
     rows = [ends(title, corner)]
     *lines, last = [line for line in node.lines if line] or [""]
@@ -154,8 +146,8 @@ def describe_scale(node: Node) -> str:
     value = node.value
     if not isinstance(value, Table):
         return ""
-    if shows_numbers(value):
-        return write_factor(common_factor(value.data))
+    if heat.shows_numbers(value):
+        return heat.write_factor(heat.common_factor(value.data))
     return "" if value.palette == "attention" or is_tall(node) else colour_range(value)
 
 
@@ -163,16 +155,16 @@ def number_rows(node: Node) -> list[str]:
     """The tables of the value and of the gradient, or the reason why there is no gradient."""
     value, gradient = node.value, node.gradient
     if is_tall(node) and isinstance(value, Table) and isinstance(gradient, Table):
-        side = "".join(f'<TD ALIGN="LEFT">{heat_table(t)}</TD>' for t in (value, gradient))
+        side = "".join(f'<TD ALIGN="LEFT">{heat.heat_table(t)}</TD>' for t in (value, gradient))
         ranges = [font(f"value {extent(value)}", 9, GREY), font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)]
         under = "".join(f'<TD ALIGN="LEFT">{text}</TD>' for text in ranges)
         look = 'ALIGN="LEFT" BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2"'
         return [wide(f"<TABLE {look}><TR>{side}</TR><TR>{under}</TR></TABLE>")]
     rows = []
     if isinstance(value, Table):
-        rows.append(wide(heat_table(value)))
+        rows.append(wide(heat.heat_table(value)))
     if isinstance(gradient, Table):
-        rows += [wide(font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)), wide(heat_table(gradient, value))]
+        rows += [wide(font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)), wide(heat.heat_table(gradient, value))]
     elif gradient:
         rows.append(wide(font(gradient, 9, GRADIENT_INK)))
     return rows
@@ -187,7 +179,7 @@ def extent(t: Table) -> str:
 
 
 def colour_range(t: Table) -> str:
-    return "0…1" if t.palette == "attention" else f"±{write_number(float(f'{largest_magnitude(t.data):.2g}'))}"
+    return "0…1" if t.palette == "attention" else f"±{write_number(float(f'{heat.largest_magnitude(t.data):.2g}'))}"
 
 
 def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:
@@ -344,9 +336,8 @@ def write_legend(picture: Picture) -> str:
     cells = []
     for palette, (low, high) in ends.items():
         if palette in used:
-            cells.append(
-                f"<TD>{font(f'   {low} ', 10, GREY)}</TD>{legend_bar(palette)}<TD>{font(f' {high}   ', 10, GREY)}</TD>"
-            )
+            left, right = font(f"   {low} ", 10, GREY), font(f" {high}   ", 10, GREY)
+            cells.append(f"<TD>{left}</TD>{heat.legend_bar(palette)}<TD>{right}</TD>")
     rows = [f"<TR>{''.join(cells)}</TR>"] if cells else []
     rows = [f'<TR><TD HEIGHT="12"></TD></TR>{r}' for r in rows]
     span = f'COLSPAN="{11 * len(cells) or 1}"'
