@@ -130,17 +130,24 @@ def mask_remark(allow: Any) -> str:
 
 def radicand(x: float) -> int | None:
     """n if `x` is the square root of the integer n, else None."""
+    if not 1 < x < 10**3:
+        return None
     n = round(x * x)
-    return n if 1 < n < 10**6 and abs(n**0.5 - x) < 1e-9 * x else None
+    return n if abs(n**0.5 - x) < 1e-9 * x else None
 
 
 def divide(x: Formula, by: float) -> Formula | None:
-    """x / √7 or x / 7 if `by` is one of the two, else None. Of scores a root is preferred: √16 says more than 4."""
-    n, whole = radicand(by) if by > 0 else None, by == round(by) and 1 < by < 10**6
-    is_product = x.kind == "product"
-    if n is not None and (is_product or not whole):
-        return write_quotient(x, f"√{n}")._replace(remarks=("scaled",) if is_product else ())
-    return write_quotient(x, str(round(by))) if whole else None
+    """x / 7 or x / √7 if `by` is an integer or the square root of one, else None."""
+    if not 1 < by < 10**6:
+        return None
+    n = radicand(by)
+    if by == round(by):
+        quotient = write_quotient(x, str(round(by)))
+    elif n is not None:
+        quotient = write_quotient(x, f"√{n}")
+    else:
+        return None
+    return quotient._replace(remarks=("scaled",)) if x.kind == "product" else quotient
 
 
 def write_quotient(x: Formula, divisor: str) -> Formula:
@@ -173,11 +180,7 @@ def hidden(c: Call) -> Formula:
 
 def write_call(c: Call) -> Formula:
     """Write label(operands, options). This is the writer of a primitive that names no other."""
-    options = [
-        f"{k}={write_shape(v) if isinstance(v, tuple) and k == 'shape' else v}"
-        for k, v in c.keywords.items()
-        if isinstance(v, (int, float, str, tuple))
-    ]
+    options = [f"{k}={v}" for k, v in c.keywords.items() if isinstance(v, (int, float, str, tuple))]
     return Formula(f"{c.label}({', '.join(c.given + options)})")
 
 
@@ -198,7 +201,8 @@ def write_scale(c: Call) -> Formula:
     if by == -1:
         return write_neg(c)
     exact = divide(c.x, 1 / by) if by else None
-    factor = f"√{radicand(by)}" if by > 0 and radicand(by) and by != round(by) else write_number(by)
+    n = radicand(by)
+    factor = f"√{n}" if n is not None and by % 1 else write_number(by)
     return exact or Formula(f"{factor} · {c.x.within(SIGN)}", PRODUCT)
 
 
@@ -207,11 +211,10 @@ def write_neg(c: Call) -> Formula:
 
 
 def write_pow(c: Call) -> Formula:
-    exponent = c.operand(1)
-    if exponent.text == "1":
-        return c.x
-    raised = {"2": "²", "3": "³"}.get(exponent.text)
-    return Formula(c.x.within(ATOM) + (raised or f" ** {exponent.within(ATOM)}"), POWER)
+    by = c.constants[1]
+    if isinstance(by, (int, float)) and by in (1, 2, 3):
+        return c.x if by == 1 else Formula(c.x.within(ATOM) + {2.0: "²", 3.0: "³"}[by], POWER)
+    return Formula(f"{c.x.within(ATOM)} ** {c.operand(1).within(ATOM)}", POWER)
 
 
 def write_sqrt(c: Call) -> Formula:
@@ -326,9 +329,11 @@ def write_norm(c: Call) -> Formula:
 def write_attention(c: Call) -> Formula:
     """softmax(q @ kᵀ / √d_k + bias) @ v; the mask is a remark."""
     q, k, v, allow, bias = c.operands[:5]
-    scale = c.keywords.get("scale") or c.shapes[0][-1] ** -0.5
+    scale = c.keywords.get("scale")
+    scale = c.shapes[0][-1] ** -0.5 if scale is None else scale
     scores = multiply(q or MISSING, transpose(k or MISSING))._replace(kind="product")
-    scores = divide(scores, 1 / scale) or Formula(f"{write_number(scale)} · {scores.text}", PRODUCT)
+    exact = divide(scores, 1 / scale) if scale else None
+    scores = exact or Formula(f"{write_number(scale)} · {scores.text}", PRODUCT)
     inner = f"{scores.text} + {bias.text}" if bias else scores.text
     remarks = ("attention", mask_remark(c.constants[3])) if allow else ("attention",)
     return Formula(f"softmax({inner}) @ {(v or MISSING).within(SIGN)}", PRODUCT, remarks)

@@ -6,7 +6,7 @@ end. A model reads it without its last word and predicts the word after each.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +16,7 @@ from tinygrad_mha.decoding import BeamSearchResult, beam_search, check_logits, c
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 
-__all__ = ["DecoderState", "Translator"]
-
-
-class DecoderState(Protocol):
-    """What a decoder remembers between two words, one row per sentence or beam."""
-
-    def select(self, rows: np.ndarray) -> Self:
-        """Return the state of the given rows; a row may occur several times."""
+__all__ = ["Translator"]
 
 
 class Translator(Module):

@@ -42,8 +42,6 @@ LOOKS = {
     "output": Look("#1a7f37", "#e6f6ea"),
     "gradient": Look("#92308f", "#fcf3fc"),
     "op": Look("#57606a", "#ffffff"),
-    "plus": Look("#57606a", "#ffffff"),
-    "operation": Look("#57606a", "#eef0f2"),
 }
 EDGE_COLOURS = {
     "data": "#8c959f",
@@ -119,8 +117,8 @@ def write_table(node: Node) -> str:
     """Title and shape, the lines, the value, and the gradient: under the value, or beside it if it is tall."""
     sign, change = CHANGES[node.change]
     look = LOOKS[node.kind] if node.change == "same" else Look(change, LOOKS[node.kind].fill)
-    title = font(bold(sign + shorten(node.title, LONGEST_TITLE)), 14, heat.INK)
-    corner = font(bold(node.shape), 12, look.frame if node.kind != "op" else GREY)
+    title = font(sign + shorten(node.title, LONGEST_TITLE), 14, heat.INK, bold=True)
+    corner = font(node.shape, 12, look.frame if node.kind != "op" else GREY, bold=True)
     rows = [ends(title, corner)]
     *lines, last = [line for line in node.lines if line] or [""]
     rows += [wide(font(line, 10, GREY)) for line in lines]
@@ -130,7 +128,7 @@ def write_table(node: Node) -> str:
     elif last:
         rows.append(wide(font(last, 10, GREY)))
     if node.warning:
-        rows.append(wide(font(bold(f"! {node.warning}"), 10, WARNING)))
+        rows.append(wide(font(f"! {node.warning}", 10, WARNING, bold=True)))
     rows += number_rows(node)
     inner = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>'
     return table([row(inner, "")], look.frame, look.fill, padding=3)
@@ -206,16 +204,12 @@ def wide(content: str) -> str:
 # Text
 
 
-def font(text: str, size: int, colour: str) -> str:
+def font(text: str, size: int, colour: str, bold: bool = False) -> str:
     """Text in one run; "" for an empty text."""
     if not text:
         return ""
-    inner = text if text.startswith("<B>") else escape(text)
+    inner = f"<B>{escape(text)}</B>" if bold else escape(text)
     return f'<FONT POINT-SIZE="{size}" COLOR="{colour}">{inner}</FONT>'
-
-
-def bold(text: str) -> str:
-    return f"<B>{escape(text)}</B>" if text else ""
 
 
 def escape(text: str) -> str:
@@ -310,7 +304,6 @@ def write_rows(picture: Picture) -> list[str]:
         if len(made_of) == 2 and len(parameters) == 1 and nodes[parameters[0]].cluster == node.cluster:
             x = next(id for id in made_of if id != parameters[0])
             rows[x].append((node.id, parameters[0]))
-    lines = []
     chains = [ids for pairs in rows.values() if len(pairs) > 1 for ids in zip(*pairs, strict=True)]
     uses = Counter(edge.source for edge in picture.edges)
     for node in picture.nodes:
@@ -319,7 +312,7 @@ def write_rows(picture: Picture) -> list[str]:
             chains.append(tuple(own))  # weight, then bias
     gradient = dict(picture.pairs)
     chains += [tuple(gradient[id] for id in ids) for ids in chains if all(id in gradient for id in ids)]
-    lines += ["{ rank=same " + " -> ".join(ids) + " [style=invis] }" for ids in chains]
+    lines = ["{ rank=same " + " -> ".join(ids) + " [style=invis] }" for ids in chains]
     lines += [f"{{ rank=same {a} {b} }}" for a, b in picture.pairs]
     return lines
 
@@ -338,8 +331,7 @@ def write_legend(picture: Picture) -> str:
         if palette in used:
             left, right = font(f"   {low} ", 10, GREY), font(f" {high}   ", 10, GREY)
             cells.append(f"<TD>{left}</TD>{heat.legend_bar(palette)}<TD>{right}</TD>")
-    rows = [f"<TR>{''.join(cells)}</TR>"] if cells else []
-    rows = [f'<TR><TD HEIGHT="12"></TD></TR>{r}' for r in rows]
+    rows = [f'<TR><TD HEIGHT="12"></TD></TR><TR>{"".join(cells)}</TR>'] if cells else []
     span = f'COLSPAN="{11 * len(cells) or 1}"'
     rows += [row(font(line, 11, GREY), span) for line in picture.caption]
     if not rows:

@@ -107,15 +107,14 @@ class Layout:
 
 def make_layout(run: Run, modules: Modules, options: Options) -> Layout:
     """Decide what gets a box."""
-    folds = options.fold and not options.separate
     closed = close_frames(modules, options, added_depth=int(run.has_backward))
     closed_in = {f: next((outer for outer in reversed(f.enclosing) if outer in closed), None) for f in modules.members}
-    modules, repeats, stands_for = fold_repetitions(modules, options.expand) if folds else (modules, {}, {})
+    modules, repeats, stands_for = fold_repetitions(modules, options.expand) if options.fold else (modules, {}, {})
     readers: dict[Value, set[Value]] = defaultdict(set)
     for value in run.values:
         readers[find_drawn(value, stands_for)].update(find_drawn(user, stands_for) for user in run.users[value])
     layout = Layout(run, modules, options, repeats, stands_for, closed_in, readers)
-    if folds:
+    if options.fold:
         layout.inlined.update(find_sliced_parameters(run, modules))
         inline_operands(layout)
     layout.boxes.update(number_boxes(layout))

@@ -96,7 +96,7 @@ def matches(frame: Frame, patterns: Sequence[Pattern]) -> bool:
     if frame.parent is None or not patterns:
         return False
     path = frame.path
-    paths = [path, *(path[len(outer.path) + 1 :] for outer in frame.enclosing[1:-1])]
+    paths = [path, *(path[len(outer.path) + 1 :] for outer in frame.enclosing[1:-1] if outer.path)]
     return any(
         pattern(path) if callable(pattern) else pattern == frame.kind or any(fnmatchcase(p, pattern) for p in paths)
         for pattern in patterns

@@ -28,7 +28,8 @@ def choose_titles(layout: Layout) -> dict[Value, str]:
         elif value in results and not value.backward:
             titles[value] = results[value]
         elif is_plus(layout, value):
-            titles[value] = "x"  # the residual stream; its box is only a +
+            assert value.op is not None
+            titles[value] = value.op.label  # "sum"; its box shows only a +
         else:
             word = describe_unnamed(layout, value)
             unnamed[layout.cluster_around(layout.modules.frame_of[value]), word].append(value)

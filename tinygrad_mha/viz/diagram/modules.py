@@ -97,9 +97,12 @@ def arrange_modules(run: Run) -> Modules:
     entrance = find_entrance(tree, frame_of)
     for value in run.values:
         if value.op is None and not value.backward and run.users[value]:
-            frame_of[value] = owners[id(value.tensor)][0] if value in names else place_leaf(run, value, kinds, frame_of)
             if kinds[value] == "input":
                 frame_of[value] = entrance
+            elif value in names:
+                frame_of[value] = owners[id(value.tensor)][0]
+            else:
+                frame_of[value] = place_parameter(run, value, frame_of)
     if run.has_backward:
         mirrored = mirror_forward(tree)
         for value in run.values:
@@ -128,11 +131,11 @@ def find_owners(frames: Iterable[Frame]) -> dict[int, tuple[Frame, str]]:
     return owners
 
 
-def place_leaf(run: Run, leaf: Value, kinds: dict[Value, Kind], frame_of: dict[Value, Frame]) -> Frame:
-    """The frame of a leaf without a known owner."""
+def place_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> Frame:
+    """The frame of a parameter without a known owner."""
     users = run.users[leaf]
     for user in users:
-        if kinds[leaf] == "parameter" and frame_of[user].kind and weight_role(leaf, user):
+        if frame_of[user].kind and weight_role(leaf, user):
             return frame_of[user]
     around = set.intersection(*(set(frame_of[user].enclosing) for user in users))
     return next(frame for frame in frame_of[users[0]].enclosing if frame in around)
@@ -141,7 +144,7 @@ def place_leaf(run: Run, leaf: Value, kinds: dict[Value, Kind], frame_of: dict[V
 def find_entrance(tree: FrameTree, frame_of: dict[Value, Frame]) -> Frame:
     """Where inputs stand: outside of all modules, unless one module is the frame of the whole picture."""
     outermost = tree.children[tree.root]
-    frame = outermost[0] if outermost and outermost[0].name == FORWARD else tree.root
+    frame = outermost[0] if outermost and outermost[0].scope is FORWARD else tree.root
     inner = tree.children[frame]
     computes = any(value.op is not None and frame_of[value] is frame for value in frame_of)
     return inner[0] if len(inner) == 1 and inner[0].kind and not computes else frame
@@ -160,7 +163,7 @@ def mirror_forward(tree: FrameTree) -> dict[Frame, Frame]:
 def describe_parameters(modules: Modules, frame: Frame) -> str:
     """How many numbers the parameters in a frame hold, or to which module they are tied; "" if there are none."""
     contents = modules.contents(frame)
-    if frame.parent is None or frame.name in (FORWARD, BACKWARD) or any(value.backward for value in contents):
+    if frame.parent is None or frame.scope is FORWARD or any(value.backward for value in contents):
         return ""
     n = sum(v.array.size for v in contents if v.op is None and modules.kinds[v] == "parameter")
     if n or not frame.kind:

@@ -35,7 +35,7 @@ __all__ = [
     "record_forward",
 ]
 
-FORWARD, BACKWARD = "forward", "backward"  # the outermost frames of a picture that shows both passes
+FORWARD, BACKWARD = Scope("forward"), Scope("backward")  # the outermost frames of a picture that shows both passes
 RESHAPING = ("movement", "index")  # kinds of primitives that rearrange or select numbers and compute none
 DATA_ROLES = ("data", "weight", "bias", "ids", "targets")  # a plain array in one of these roles is drawn
 

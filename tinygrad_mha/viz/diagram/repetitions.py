@@ -11,7 +11,7 @@ import numpy as np
 
 from tinygrad_mha.viz.diagram.frames import Frame, Pattern, matches
 from tinygrad_mha.viz.diagram.modules import Modules
-from tinygrad_mha.viz.diagram.record import Value
+from tinygrad_mha.viz.diagram.record import Value, content_key
 
 __all__ = ["find_drawn", "fold_repetitions"]
 
@@ -100,8 +100,10 @@ def fingerprint(contents: Sequence[Value]) -> tuple[Any, list[Value]]:
     def describe_option(name: str, option: Any) -> Any:
         return name, np.shape(option) if isinstance(option, np.ndarray) else str(option)
 
-    def describe_operand(x: Any) -> Any:
+    def describe_operand(x: Any, is_masking: bool) -> Any:
         if not isinstance(x, Value):
+            if is_masking and isinstance(x, np.ndarray) and x.dtype.kind == "b":
+                return content_key(x)  # not the shape alone: blocks with a causal and a full mask are not equal
             return np.shape(x) or x
         if x not in index:
             index[x] = "outside", len(outside)
@@ -114,7 +116,7 @@ def fingerprint(contents: Sequence[Value]) -> tuple[Any, list[Value]]:
             value.array.shape,
             value.array.dtype.str,
             () if value.has_kind("index") else tuple(describe_option(*item) for item in value.kwargs.items()),
-            tuple(map(describe_operand, value.inputs)),
+            tuple(describe_operand(x, value.has_kind("mask", "attention")) for x in value.inputs),
         )
         for value in contents
     )

@@ -12,7 +12,7 @@ from tinygrad_mha.viz.diagram.frames import Frame
 from tinygrad_mha.viz.diagram.picture import Kind
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value
 
-__all__ = ["ELEMENTWISE", "decide_kind", "is_attention_weights", "weight_role"]
+__all__ = ["ELEMENTWISE", "decide_kind", "find_dependents", "is_attention_weights", "weight_role"]
 
 ELEMENTWISE = ("elementwise", "addition")
 

@@ -180,7 +180,7 @@ def graph(
         depth=depth,
         collapse=as_patterns(collapse, "collapse"),
         expand=as_patterns(expand, "expand"),
-        fold=fold,
+        fold=fold and ops == "folded",
         separate=ops == "separate",
         values=None if values == "auto" else bool(values),
         grads=None if grads == "auto" else bool(grads),
@@ -190,7 +190,7 @@ def graph(
         raise ValueError(f"backward=True draws one output, got {len(roots)}")
     run = record_backward(roots[0]) if backward else record_forward(roots, lambda op: op.name in options.expand)
     rename(run, {**keys, **(names or {})})
-    if fold and ops == "folded":
+    if options.fold:
         run = contract_modules(run, (*options.collapse, *options.expand))
     modules = arrange_modules(run)
     check_patterns(run, modules, options)
@@ -286,10 +286,17 @@ def rename(run: Run, names: Mapping[Any, Any]) -> None:
 def check_patterns(run: Run, modules: Modules, options: Options) -> None:
     """Raise if a pattern matches no module: probably a typo."""
     frames = modules.inside(modules.root)[1:]
+    closed = {v.op.name for v in run.values if v.op and v.op.composition}
+    for pattern in options.expand:
+        if run.has_backward and pattern in closed:
+            raise ValueError(
+                f"expand={pattern!r} opens a fused primitive, which backward=True cannot do: "
+                f"make the module with fused=False, or draw the forward pass only"
+            )
     for pattern in (*options.collapse, *options.expand):
         if isinstance(pattern, str) and not any(matches(frame, [pattern]) for frame in frames):
             known = ", ".join(dict.fromkeys(frame.path or frame.kind for frame in frames)) or "none"
-            fused = ", ".join(sorted({v.op.name for v in run.values if v.op and v.op.composition})) or "none"
+            fused = ", ".join(sorted(closed)) or "none"
             raise ValueError(f"{pattern!r} matches nothing in this run. Modules: {known}. Fused primitives: {fused}")
 
 
@@ -303,7 +310,7 @@ def refuse_early(roots: list[Tensor], options: Options, max_nodes: int | None) -
         return
     sizes = Counter(tuple(map(entry_key, node.scope)) for node in nodes if node.op.kind not in RESHAPING)
     shown = [n for scope, n in sizes.items() if options.depth is None or len(scope) <= options.depth]
-    least = max(shown, default=0) // (MOST_IN_A_FORMULA if options.fold and not options.separate else 1)
+    least = max(shown, default=0) // (MOST_IN_A_FORMULA if options.fold else 1)
     if least > max_nodes:
         fitting = find_fitting_depth(record_forward(roots), options, max_nodes) if any(sizes) else None
         raise too_large(f"more than {least:,}", max_nodes, fitting)

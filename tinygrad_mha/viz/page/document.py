@@ -191,7 +191,7 @@ def pack_matrix(name: str, matrix: Json, exact: bool, limit: int | None) -> Json
         "rows": rows,
         "columns": columns,
         "tokens": matrix["tokens"],
-        "cached": name.startswith(("K_", "V_")),
+        "cached": re.fullmatch(r"[KV]_\d+", name) is not None,
         "values": pack_numbers(values[:rows, :columns], exact),
         "gradient": None if gradient is None else pack_numbers(np.atleast_2d(gradient)[:rows, :columns], exact),
     }

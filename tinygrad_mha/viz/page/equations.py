@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.notation import PRODUCT, SUM, Formula, write_call, write_constant
+from tinygrad_mha.notation import POWER, PRODUCT, SUM, Formula, write_call, write_constant
 from tinygrad_mha.viz.diagram.formulas import make_call
 from tinygrad_mha.viz.diagram.record import Run, Value
+from tinygrad_mha.viz.diagram.roles import find_dependents
 
 __all__ = ["Equation", "EquationWriter", "Json", "write_walks"]
 
@@ -95,8 +96,12 @@ class EquationWriter:
                 return self._expand(x)
             return Formula(self._symbol(self.titles[x]), kind=x.op.kind if x.op else "")
         if isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.ndim in (1, 2):
-            known = [title for title, array in self.constants.items() if array is x]
-            title = known[0] if known else f"constant_{len(self.constants) + 1}"
+            for title, array in self.constants.items():
+                if np.array_equal(array, x):
+                    return Formula(self._symbol(title))
+                if np.array_equal(array.T, x):  # a rule used the transposed matrix
+                    return Formula(f"{self._symbol(title)}ᵀ", POWER)
+            title = f"constant_{len(self.constants) + 1}"
             self.constants[title] = x
             return Formula(self._symbol(title))
         return None if x is None else write_constant(x)
@@ -198,10 +203,7 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
             return Equation(f"∂{title} = ∂{first[gradient]}", (first[gradient],))
         return Equation(f"∂{title}") if gradient.op is None else writer.write(f"∂{title}", gradient, shown)
 
-    dependent = {values["X"]}
-    for value in run.values:
-        if not value.backward and dependent.intersection(value.sources):
-            dependent.add(value)
+    dependent = find_dependents(run, values["X"])
     ancestors = []
     for head in heads:
         own = {head}
@@ -209,11 +211,13 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
             own.update(value.sources if value in own else ())
         ancestors.append(own)
     walks, mentioned = [], set()
+    tables: set[str] = set()  # titles in the equations of matrices (T, T)
     for own in ancestors:
         others = set().union(*ancestors) - own
         path = [title for title, value in values.items() if value in dependent and value not in others]
         forward = {t: writer.write(t, values[t]) if values[t].op else Equation(t) for t in path}
         shown = set(path).union(*(equation.titles for equation in forward.values()))
+        tables.update(*(e.titles for t, e in forward.items() if t.partition("_")[0] in SQUARE))
         walk = []
         for title, equation in forward.items():
             parameters = [t for t in equation.titles if t in gradients and values[t] not in dependent]
@@ -223,18 +227,23 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
         walks.append(walk)
     described = {}
     for title in (title for title in values if title in mentioned):
-        described[title] = describe_matrix(title, values[title], gradients.get(title), values[title] in dependent, n)
+        value, is_table = values[title], title in tables and values[title].array.shape == (n, n)
+        described[title] = describe_matrix(title, value, gradients.get(title), value in dependent, is_table)
     for title, array in writer.constants.items():
-        described[title] = describe_matrix(title, Value(array, title), None, False, n)
+        is_table = title in tables and array.shape == (n, n)
+        described[title] = describe_matrix(title, Value(array, title), None, False, is_table)
     return walks, described
 
 
-def describe_matrix(title: str, value: Value, gradient: Value | None, is_step: bool, n: int) -> Json:
-    """Its numbers, what it is ("" for most steps), and whether its rows and its columns belong to tokens."""
+def describe_matrix(title: str, value: Value, gradient: Value | None, is_step: bool, is_table: bool) -> Json:
+    """Its numbers, what it is ("" for most steps), and whether its rows and its columns belong to tokens.
+
+    `is_table`: whether it is a constant of queries and keys, such as a bias of the scores.
+    """
     kind = "parameter" if value.requires_grad else "constant"
     if is_step:
         kind = {"X": "input", "Y": "output"}.get(title, "attention" if value.has_kind("distribution") else "")
-    is_table = kind == "constant" and value.array.shape == (n, n)  # of queries and keys
+    is_table = is_table and kind == "constant"
     zeros = np.zeros_like(value.array) if value.requires_grad else None
     return {
         "values": value.array,

@@ -217,7 +217,7 @@ def find_difference(attention: Any, x: Tensor, per_head: Tensor, options: Json) 
 
     with contextlib.suppress(TypeError):  # a forward that does not accept `edit`, or passes on its own
         run_forward(attention, x, options, edit=compare)
-    return [*differing, "Y"][0]
+    return next(iter(differing), "Y")
 
 
 # --------------------------------------------------------------------------------------------------------------------
