@@ -10,7 +10,7 @@ import sys
 import types
 import weakref
 from dataclasses import astuple
-from html import unescape
+from html import escape, unescape
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -133,7 +133,9 @@ def test_brackets_appear_only_where_they_are_needed():
         (a[0, 1:] * c, "a[0, 1:] * c"),
         ((a * 0.25) @ c, "a / 4 @ c"),
         (a * 6**0.5, "√6 · a"),
-        (a @ c * 0.25, "scaled: a @ c / √16"),
+        (a @ c * 0.25, "scaled: a @ c / 4"),
+        (a @ c * 11**-0.5, "scaled: a @ c / √11"),
+        (a @ c * 0.3, "0.3 · (a @ c)"),
     ):
         assert " ".join(boxes(tg.graph(y))["output"].lines).removeprefix("output: ") == formula
 
@@ -371,29 +373,115 @@ def test_a_product_with_a_constant_is_no_dropout():
     x = tg.Tensor(np.ones((3, 5)), requires_grad=True, name="x")
     assert boxes(tg.graph(x * np.full((3, 5), 3.0)))["output"].lines == ["output: x * constant 3×5"]
     dropout = nn.Dropout(0.5, rng=0)
-    assert boxes(tg.graph((dropout(x) @ np.ones((5, 2))).named("y")))["y"].lines == ["output: dropout(x) @", "input"]
+    assert boxes(tg.graph((dropout(x) @ np.ones((5, 2))).named("y")))["dropout"].lines == ["dropout(x)"]
 
 
-def test_a_module_with_a_notation_is_one_step_of_a_formula_however_many_operations_it_takes():
-    class Swish(nn.Module):
-        notation = "swish"
-
-        def forward(self, x):
-            return x * ops.sigmoid(x)
-
-    x, swish = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x"), nn.Linear(3, 3)
-    swish.act = Swish()
-    y = swish.act(swish.act(x + 1) @ np.ones((3, 3))).sum()
-    graph = tg.graph(y)
+def test_a_dropout_is_one_step_whose_formula_has_no_mask():
+    x, dropout = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x"), nn.Dropout(0.5, rng=0)
+    graph = tg.graph(dropout(x) @ np.ones((3, 5)))
     assert [(node.title, " ".join(node.lines)) for node in graph.picture.nodes] == [
         ("x", "input"),
+        ("dropout", "dropout(x)"),
         ("input", "input"),
-        ("output", "output: sum(swish(swish(x + 1) @ input))"),
+        ("output", "output: dropout @ input"),
     ]
-    assert arrows(graph) == [("x", "output"), ("input", "output")]
-    assert "sigmoid" in " ".join(titles(tg.graph(y, expand="Swish")))
-    assert len(boxes_titled(tg.graph(y, collapse="act"), "act")) == 1
-    assert "∂L/∂x" in " ".join(titles(tg.graph(y, backward=True)))
+    text = " ".join(line for node in tg.graph(gpt(dropout=0.1).train()(IDS)).picture.nodes for line in node.lines)
+    assert "dropout(" in text
+    assert "where" not in text
+
+
+def test_blocks_with_different_masks_are_not_drawn_as_one():
+    class Block(nn.Module):
+        def __init__(self, window):
+            self.allow = nn.causal(5)
+            if window:
+                self.allow = self.allow & ~np.tri(5, 5, -2, dtype=bool)
+            self.project = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return ops.softmax(ops.mask(x @ x.T, self.allow)) @ self.project(x)
+
+    class Stack(nn.Module):
+        def __init__(self, windows):
+            self.h = [Block(window) for window in windows]
+
+        def forward(self, x):
+            for block in self.h:
+                x = block(x)
+            return x
+
+    x = tg.Tensor(np.ones((5, 3)), requires_grad=True, name="x")
+    for windows, frames in (
+        ([True] * 4, ["Stack", "h.0…3  ×4"]),
+        ([False, True] * 2, ["Stack", *map("h.{}".format, range(4))]),
+    ):
+        assert [cluster.title for cluster in tg.graph(Stack(windows)(x)).picture.clusters] == frames
+
+
+def test_an_unnamed_sum_has_no_name_of_another_box():
+    x, l1, l2 = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x"), nn.Linear(3, 3), nn.Linear(3, 5)
+    y = l2(l1(x) + l1(x)).named("y")
+    lines = [" ".join(node.lines) for node in tg.graph(y, values=False).picture.nodes if node.title == "y"]
+    assert lines == ["output: add @ weight + bias"]
+
+
+@pytest.mark.parametrize("by", [np.inf, -np.inf, np.nan, 1e200, 1e-200, 0.0, 1.0, 5e-324])
+def test_any_number_can_be_a_factor(by):
+    x = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x")
+    with np.errstate(all="ignore"):
+        for y in (x * by, x / by, x**by, x @ x.T * by):
+            assert "output" in tg.graph(y).dot
+
+
+@pytest.mark.parametrize("name", ["<B>", "backward", "forward", "1", "2", "n_f", "ᵀ", "Aᵀ", "dropout"])
+def test_a_tensor_may_have_any_name(name):
+    a = tg.Tensor(np.full((2, 2), 2.0), requires_grad=True, name=name)
+    b = tg.Tensor(np.full((2, 2), 3.0), requires_grad=True, name="b")
+    for y, formula in (
+        (b**a, f"b ** {name}"),
+        ((a @ b).T, f"bᵀ @ {name}ᵀ"),
+        (a + b, f"{name} + b"),
+    ):
+        assert " ".join(boxes(tg.graph(y))["output"].lines) == f"output: {formula}"
+    assert escape(f"{name} + b") in tg.graph(a + b).dot
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_frame_may_have_the_name_of_a_pass(name):
+    class Both(nn.Module):
+        def forward(self, x):
+            return self.layers[name](x)
+
+    both = Both()
+    both.layers = {name: nn.Linear(3, 5)}
+    x = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x")
+    picture = tg.graph(both(x).sum(), depth=1).picture
+    lines = [line for cluster in picture.clusters for line in cluster.lines]
+    assert "20 parameters" in [*lines, *(node.parameters for node in picture.nodes)]
+    with modes.scope(name):
+        y = (ops.exp(x) * 2 + x).sum()
+    assert boxes(tg.graph(y, values=False))["x"].cluster is None
+
+
+def test_a_pattern_that_lacks_the_first_letter_of_a_module_is_refused():
+    with pytest.raises(ValueError, match="matches nothing"):
+        tg.graph(gpt()(IDS), collapse="n_f")
+
+
+def test_a_fused_primitive_cannot_be_opened_with_its_backward_pass():
+    with pytest.raises(ValueError, match="fused=False"):
+        tg.graph(gpt().loss(IDS, IDS), backward=True, expand="attention")
+
+
+def test_a_scale_of_zero_is_written():
+    q = tg.Tensor(np.ones((3, 5)), requires_grad=True, name="q")
+    assert "0 · q @ qᵀ" in " ".join(boxes(tg.graph(ops.attention(q, q, q, scale=0.0)))["output"].lines)
+
+
+def test_names_the_wrong_way_round_are_refused():
+    x = tg.Tensor(np.ones(3), requires_grad=True)
+    with pytest.raises(TypeError, match="names must be"):
+        tg.graph(x * 2, names={x: "x"})
 
 
 def test_a_named_table_that_every_block_makes_anew_is_one_input():
@@ -623,7 +711,7 @@ def test_arguments_other_than_tensors_are_refused(wrong):
 
 
 def test_an_empty_list_is_refused():
-    with pytest.raises(ValueError, match="no tensor"):
+    with pytest.raises(ValueError, match="at least one Tensor"):
         tg.graph([])
 
 

@@ -133,7 +133,7 @@ def radicand(x: float) -> int | None:
     if not 1 < x < 10**3:
         return None
     n = round(x * x)
-    return n if abs(n**0.5 - x) < 1e-9 * x else None
+    return n if abs(n**0.5 - x) < 1e-15 * x else None  # within rounding
 
 
 def divide(x: Formula, by: float) -> Formula | None:

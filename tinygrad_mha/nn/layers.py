@@ -99,8 +99,6 @@ class Dropout(Module):
         ValueError: `p` outside 0 .. 1.
     """
 
-    notation = "dropout"
-
     def __init__(self, p: float, rng: Seed = None) -> None:
         self.p = check_probability(p, "p")
         self.rng = np.random.default_rng(rng)

@@ -37,7 +37,6 @@ class Scope(NamedTuple):
     name: str  # the module's name in its parent, "" at the top
     kind: str = ""  # its class; "" for an entry that is not a module, such as one head
     module: Callable[[], Module | None] = lambda: None  # a weak reference to it
-    notation: str | None = None  # see `Module.notation`
     is_attention: bool = False  # see `Module.is_attention`
     detail: str = ""  # see `Module.detail`
 
@@ -63,8 +62,6 @@ class Module:
           a  (1,)  1
     """
 
-    notation: ClassVar[str | None] = None
-    """How formulas write the module: "dropout" gives dropout(x)."""
     is_attention: ClassVar[bool] = False
     """Whether the module computes attention. Pictures colour it accordingly."""
     detail: str = ""
@@ -90,7 +87,7 @@ class Module:
             found = [name for name, module in parent.named_modules() if module is self] if parent else []
             self._name = found[0] if found else ""
         kind = type(self).__name__
-        return modes.scope(Scope(self._name, kind, weakref.ref(self), self.notation, self.is_attention, self.detail))
+        return modes.scope(Scope(self._name, kind, weakref.ref(self), self.is_attention, self.detail))
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get(name)

@@ -42,7 +42,7 @@ Axis = int | tuple[int, ...] | None
 # Arithmetic. `x * 0.5` is recorded as scale(x, by=0.5), without an input for the constant.
 
 
-@primitive(kind="addition", label="sum", formula=notation.infix("+", notation.SUM, associative=True))
+@primitive(kind="addition", formula=notation.infix("+", notation.SUM, associative=True))
 def add(a, b) -> Any:
     """a + b, with broadcasting."""
     return a + b

@@ -196,14 +196,12 @@ def may_inline(layout: Layout, value: Value, user: Value) -> bool:
         return layout.closed_around(value) is layout.closed_around(user)
     if layout.modules.kinds[value] != "op" or layout.modules.frame_of[value] is not layout.modules.frame_of[user]:
         return False
-    if value.notation and user.has_kind("addition"):
-        return False  # in x + dropout(y), the + is a mere sign
     return is_foldable(value) or (is_foldable(user) and not value.has_kind(*ALWAYS_A_BOX))
 
 
 def is_foldable(value: Value) -> bool:
     """Whether a value is a simple function of one other value."""
-    return len(value.sources) == 1 and (value.has_kind(*FOLDABLE) or value.notation is not None)
+    return len(value.sources) == 1 and value.has_kind(*FOLDABLE)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -41,11 +41,7 @@ def starts_with_formula(layout: Layout, value: Value) -> bool:
 def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> Formula:
     """The formula of a computed value, with the remarks of its operands."""
     assert value.op is not None
-    write_operand = operand_writer(layout, titles)
-    if value.notation:
-        texts = [operand.text for operand in map(write_operand, value.inputs) if operand]
-        return Formula(f"{value.notation}({', '.join(texts)})")
-    call = make_call(value, write_operand)
+    call = make_call(value, operand_writer(layout, titles))
     if value.has_kind("choice") and value.rule_of is not None and value.rule_of.kind in ("mask", "attention"):
         formula = Formula(f"{call.operand(1).within(PRODUCT)} where allowed", SUM)
     else:

@@ -27,9 +27,6 @@ def choose_titles(layout: Layout) -> dict[Value, str]:
             titles[value] = qualify(layout, value, layout.modules.names[value])
         elif value in results and not value.backward:
             titles[value] = results[value]
-        elif is_plus(layout, value):
-            assert value.op is not None
-            titles[value] = value.op.label  # "sum"; its box shows only a +
         else:
             word = describe_unnamed(layout, value)
             unnamed[layout.cluster_around(layout.modules.frame_of[value]), word].append(value)
@@ -81,14 +78,12 @@ def describe_unnamed(layout: Layout, value: Value) -> str:
             return "input"
         roles = (weight_role(value, user) for user in layout.run.users[value][:1])
         return qualify(layout, value, next(filter(None, roles), "parameter"))
-    if value.notation:
-        return value.notation
     core = value
     while is_foldable(core) and core.sources[0] in layout.inlined:
         core = core.sources[0]
     named_after = value if is_foldable(core) else core  # a scaled matmul is called matmul
     assert named_after.op is not None
-    return named_after.notation or named_after.op.name
+    return named_after.op.name
 
 
 def is_plus(layout: Layout, value: Value) -> bool:

@@ -7,17 +7,17 @@ frame that holds all of its users, so that W_Q1 stands in "head 1". Inputs stand
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tinygrad_mha.nn.module import walk
 from tinygrad_mha.tensors import Tensor
-from tinygrad_mha.viz.diagram.frames import Frame, FrameTree, Pattern, list_inside, matches
+from tinygrad_mha.viz.diagram.frames import Frame, FrameTree, list_inside
 from tinygrad_mha.viz.diagram.picture import Kind
-from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Run, Value, as_run
+from tinygrad_mha.viz.diagram.record import BACKWARD, FORWARD, Run, Value
 from tinygrad_mha.viz.diagram.roles import decide_kind, weight_role
 
-__all__ = ["Modules", "arrange_modules", "contract_modules"]
+__all__ = ["Modules", "arrange_modules"]
 
 
 @dataclass(frozen=True)
@@ -49,38 +49,6 @@ class Modules:
     def contents(self, frame: Frame) -> list[Value]:
         """All values in a frame, frame by frame."""
         return [value for inner in self.inside(frame) for value in self.members[inner]]
-
-
-def contract_modules(run: Run, opened: Sequence[Pattern]) -> Run:
-    """Make one step of each call of a module that has a notation, such as dropout(x), unless a pattern opens it.
-
-    The values inside of the call are left out, its result is made from what entered it. If the backward pass is drawn
-    and needs them, the call stays as it is.
-    """
-    tree = FrameTree()
-    frames = {value: tree.enter_all(value.scope) for value in run.values}
-    contracted = {f for f in tree.children if f.scope.notation and not matches(f, opened)}
-    recalled = {v for value in run.values if value.backward for v in (*value.sources, *value.gradient_of)}
-    left_out: set[Value] = set()
-    for value in run.values:
-        frame = frames[value]
-        is_result = value in run.roots or any(frames[user] is not frame for user in run.users[value])
-        if value.op is None or value.backward or frame not in contracted or not is_result:
-            continue
-        inside: set[Value] = set()
-        entered: dict[Value, None] = {}
-        stack = [value]
-        while stack:
-            for source in stack.pop().sources:
-                if source.op is None or source.notation or frames[source] is not frame:
-                    entered[source] = None
-                elif source not in inside:
-                    inside.add(source)
-                    stack.append(source)
-        if not inside & recalled:
-            left_out |= inside
-            value.inputs, value.notation, value.scope = tuple(entered), frame.scope.notation, value.scope[:-1]
-    return as_run((value for value in run.values if value not in left_out), run.roots)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ class Value:
     backward: bool = False  # computed by the backward pass that is part of the picture
     gradient_of: list[Value] = field(default_factory=list)  # the forward values whose gradient this is
     rule_of: Primitive | None = None  # in the backward pass: the primitive whose derivative rule computed this
-    notation: str | None = None  # how formulas write the module that made this: "dropout"; see modules.contract_modules
 
     @property
     def sources(self) -> list[Value]:
@@ -69,7 +68,7 @@ class Value:
 
     def has_kind(self, *kinds: str) -> bool:
         """Whether a primitive of one of these kinds made the value."""
-        return self.op is not None and self.notation is None and self.op.kind in kinds
+        return self.op is not None and self.op.kind in kinds
 
 
 @dataclass(frozen=True)

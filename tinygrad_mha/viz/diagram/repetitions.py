@@ -112,7 +112,7 @@ def fingerprint(contents: Sequence[Value]) -> tuple[Any, list[Value]]:
 
     steps = tuple(
         (
-            value.notation or (value.op.name if value.op else "leaf"),
+            value.op.name if value.op else "leaf",
             value.array.shape,
             value.array.dtype.str,
             () if value.has_kind("index") else tuple(describe_option(*item) for item in value.kwargs.items()),

@@ -1,7 +1,8 @@
 """What each value is: input, parameter, attention weights, output, gradient.
 
 A leaf that a module owns is a parameter. For other leaves `requires_grad` decides, and the roles that primitives
-declare for their arguments: in `x @ w`, x is the data and w the weight. Names and numbers decide nothing.
+declare for their arguments: in `x @ w`, x is the data and w the weight. Whether a slice
+has a name matters (W_Q1 is a parameter, `w[0]` is not); what the name is does not.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from tinygrad_mha.viz.diagram.dot import fit, to_dot
 from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Options, make_layout
 from tinygrad_mha.viz.diagram.frames import Pattern, entry_key, matches
 from tinygrad_mha.viz.diagram.labels import choose_titles
-from tinygrad_mha.viz.diagram.modules import Modules, arrange_modules, contract_modules
+from tinygrad_mha.viz.diagram.modules import Modules, arrange_modules
 from tinygrad_mha.viz.diagram.picture import Picture
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
 
@@ -190,8 +190,6 @@ def graph(
         raise ValueError(f"backward=True draws one output, got {len(roots)}")
     run = record_backward(roots[0]) if backward else record_forward(roots, lambda op: op.name in options.expand)
     rename(run, {**keys, **(names or {})})
-    if options.fold:
-        run = contract_modules(run, (*options.collapse, *options.expand))
     modules = arrange_modules(run)
     check_patterns(run, modules, options)
     layout = make_layout(run, modules, options)
@@ -261,7 +259,7 @@ def find_tensors(y: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
         else:
             raise TypeError(f"graph draws a Tensor, or a list, tuple or dict of them; got {type(item).__name__}")
     if not found:
-        raise ValueError("graph was given no tensor")
+        raise ValueError("graph needs at least one Tensor, got none")
     return list(found.values()), keys
 
 
@@ -277,6 +275,8 @@ def as_patterns(given: Any, name: str) -> tuple[Pattern, ...]:
 
 def rename(run: Run, names: Mapping[Any, Any]) -> None:
     """Apply `names`, name to tensor, which may be `locals()`. They take precedence over the tensors' own."""
+    if names and not any(isinstance(x, Tensor) for x in names.values()):
+        raise TypeError("names must be {name: tensor}; got no tensor among its values")
     given = {id(tensor): name for name, tensor in names.items() if isinstance(name, str) and name}
     for value in run.values:
         name = given.get(id(value.tensor), value.name)
