@@ -101,14 +101,14 @@ def test_float64_numbers_are_exact_in_a_small_page_and_have_seven_digits_in_a_la
     mha, x = attention(rng), rng.standard_normal((5, 5))
     exact = numbers(tg.walkthrough(mha, x))
     assert np.array_equal(exact["X"], x)
-    monkeypatch.setattr(document, "GOOD_BYTES", len(tg.walkthrough(mha, x).html) - 1)
+    monkeypatch.setattr(document, "GOOD_CHARACTERS", len(tg.walkthrough(mha, x).html) - 1)
     short = numbers(tg.walkthrough(mha, x))
     assert short["X"].dtype == np.float32
     np.testing.assert_allclose(short["X"], x, rtol=1e-7)
 
 
 def test_what_float32_cannot_hold_stays_float64(rng, monkeypatch):
-    monkeypatch.setattr(document, "GOOD_BYTES", 0)
+    monkeypatch.setattr(document, "GOOD_CHARACTERS", 0)
     x = rng.standard_normal((5, 5))
     x[1, 2] = 1e200
     assert numbers(tg.walkthrough(attention(rng), x))["X"][1, 2] == 1e200
@@ -705,7 +705,7 @@ def test_a_page_of_12_tokens_and_4_heads_stays_under_a_megabyte(rng, width):
 
 
 def test_wide_matrices_are_cut_to_what_fits_and_say_so(rng, monkeypatch):
-    monkeypatch.setattr(document, "GOOD_BYTES", 150_000)
+    monkeypatch.setattr(document, "GOOD_CHARACTERS", 150_000)
     mha = tg.nn.MultiHeadAttention(46, n_head=2, rng=0)
     x = rng.standard_normal((3, 46)).astype(np.float32)
     page = tg.walkthrough(mha, x)
@@ -719,8 +719,8 @@ def test_wide_matrices_are_cut_to_what_fits_and_say_so(rng, monkeypatch):
 
 
 def test_a_page_that_would_be_too_large_is_refused(rng, monkeypatch):
-    monkeypatch.setattr(document, "GOOD_BYTES", 10)
-    monkeypatch.setattr(document, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(document, "GOOD_CHARACTERS", 10)
+    monkeypatch.setattr(document, "MAX_CHARACTERS", 10_000)
     with pytest.raises(ValueError, match=r"5 tokens and 2 heads would have 0\.1 MB even with 16 columns"):
         tg.walkthrough(attention(rng), np.eye(5))
 
@@ -752,3 +752,26 @@ def test_both_languages_say_the_same_things():
 def test_the_files_of_the_page_are_installed_with_the_package():
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert "viz/page/*" in pyproject["tool"]["setuptools"]["package-data"]["tinygrad_mha"]
+
+
+class Gained(tg.nn.MultiHeadAttention):
+    """Multiplies the result by a constant matrix and by a parameter whose name begins like that of a key."""
+
+    gain = None
+
+    def per_head(self, x, causal=False):
+        parts = super().per_head(x, causal=causal) @ np.arange(25.0).reshape(5, 5)
+        return (parts * self.gain).named("Y")
+
+    def forward(self, x, causal=False, edit=None):
+        return self.per_head(x, causal)
+
+
+def test_a_constant_has_one_title_and_belongs_to_tokens_only_where_scores_are_made_from_it(rng):
+    mha = Gained(5, n_head=2, d_k=7, d_v=11, bias=False, rng=0)
+    mha.gain = tg.Tensor(np.ones((1, 5)), requires_grad=True, name="K_gain")
+    page = tg.walkthrough(mha.astype(np.float64), rng.standard_normal((5, 5)), grad=rng.standard_normal((5, 5)))
+    matrices = block(page, "data")["matrices"]
+    assert "constant_2" not in matrices
+    assert matrices["constant_1"]["tokens"] == [False, False]
+    assert not matrices["K_gain"]["cached"]

@@ -19,6 +19,8 @@ from tinygrad_mha.viz.diagram.roles import is_attention_weights
 
 __all__ = ["compose_picture"]
 
+MAX_SEARCHED = 5000  # values between the two operands of an addition
+
 
 def compose_picture(layout: Layout, titles: dict[Value, str]) -> Picture:
     """The boxes, frames and arrows of a layout."""
@@ -166,7 +168,8 @@ def draw_edges(layout: Layout) -> list[Edge]:
                 continue  # the formula names it; arrows across the whole picture would hide the rest
             ends = layout.boxes[start], layout.boxes[target]
             if ends in first:
-                repeated[ends] += source in layout.stands_for and value not in layout.stands_for
+                if source in layout.stands_for and value not in layout.stands_for:
+                    repeated[ends] += 1
                 closed = isinstance(start, Frame) or isinstance(target, Frame)
                 if closed or value.backward or source in layout.stands_for or value in layout.stands_for:
                     continue  # says nothing new; in `x * x` a second arrow does
@@ -174,8 +177,7 @@ def draw_edges(layout: Layout) -> list[Edge]:
             first.setdefault(ends, edge)
             edges.append(edge)
     for ends, times in repeated.items():
-        if times:
-            first[ends].label = f"×{times + 1}"
+        first[ends].label = f"×{times + 1}"
     return edges
 
 
@@ -201,7 +203,10 @@ def edge_kind(layout: Layout, source: Value, value: Value, start: Value | Frame,
 
 
 def find_residual(layout: Layout, value: Value) -> Value | None:
-    """x, in x + f(x) where f contains a product: the older operand of an addition, if the newer was made from it."""
+    """The operand that an addition passes by f, in x + f(x): the older one, if the newer was made from it by a product.
+
+    The search ends after MAX_SEARCHED values; then the arrow has no label.
+    """
     if not value.has_kind("addition") or len(value.sources) != 2 or value.sources[0] is value.sources[1]:
         return None
     position = layout.run.position
@@ -210,7 +215,7 @@ def find_residual(layout: Layout, value: Value) -> Value | None:
     if not same_shape or layout.modules.kinds[older] == "parameter":
         return None
     stack, seen, has_product = [newer], {newer}, False
-    while stack and len(seen) < 5000:
+    while stack and len(seen) < MAX_SEARCHED:
         step = stack.pop()
         if step is older:
             return older if has_product else None
@@ -267,9 +272,11 @@ def write_tooltip(value: Value, title: str) -> str:
     array = value.array
     lines = [f"{title}, {write_shape(array.shape)}, {array.dtype}"]
     if array.dtype.kind == "f" and array.size and np.isfinite(array).all():
-        lines.append(f"min {array.min():.4g}, mean {array.mean():.4g}, max {array.max():.4g}")
+        lines.append(
+            f"min {write_number(array.min())}, mean {write_number(array.mean())}, max {write_number(array.max())}"
+        )
     if value.gradient is not None:
-        lines.append(f"gradient: norm {np.linalg.norm(value.gradient):.4g}")
+        lines.append(f"gradient: norm {write_number(float(np.linalg.norm(value.gradient)))}")
     if value.op is not None:
         lines.append(f"made by {value.op.name}")
     return "\n".join(lines)

@@ -42,7 +42,7 @@ class Options:
     grads: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layout:
     """What is drawn, and as what.
 
@@ -117,9 +117,9 @@ def make_layout(run: Run, modules: Modules, options: Options) -> Layout:
     if options.fold:
         layout.inlined.update(find_sliced_parameters(run, modules))
         inline_operands(layout)
-    layout.boxes.update(number_boxes(layout))
-    layout.clusters.update(number_clusters(layout))
-    layout.tables.update(choose_tables(layout))
+    layout.boxes = number_boxes(layout)
+    layout.clusters = number_clusters(layout)
+    layout.tables = choose_tables(layout)
     return layout
 
 

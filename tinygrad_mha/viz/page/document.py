@@ -32,8 +32,8 @@ __all__ = ["LANGUAGES", "Walkthrough", "walkthrough"]
 
 LANGUAGES = ("en", "zh")
 
-MOST_BYTES = 2_000_000
-GOOD_BYTES = 1_000_000  # a longer page is cropped
+MAX_CHARACTERS = 2_000_000
+GOOD_CHARACTERS = 1_000_000  # a longer page is cropped
 # How a page is cropped: how many rows and columns of a parameter, and how many columns of other matrices, it shows.
 CROPS = ((MOST_PARAMETER_ROWS, None), (128, None), (64, None), (32, None), (32, 128), (16, 64), (16, 32), (16, 16))
 
@@ -134,14 +134,14 @@ def fit_page(data: Json, lang: str) -> str:
     """The page with all numbers if it is not too long, otherwise with as many as fit; it says what it leaves out."""
     for exact, crop in [(True, CROPS[0]), *((False, crop) for crop in CROPS)]:
         page = write_page(data, lang, exact, *crop)
-        if len(page) <= GOOD_BYTES:
+        if len(page) <= GOOD_CHARACTERS:
             return page
-    if len(page) <= MOST_BYTES:
+    if len(page) <= MAX_CHARACTERS:
         return page
     size = f"{len(data['tokens'])} tokens and {len(data['walks'])} heads"
     raise ValueError(
         f"the page of {size} would have {len(page) / 1e6:.1f} MB even with {CROPS[-1][1]} columns of each matrix, more "
-        f"than {MOST_BYTES / 1e6:.0f} MB: choose a shorter part of the sequence"
+        f"than {MAX_CHARACTERS / 1e6:.0f} MB: choose a shorter part of the sequence"
     )
 
 

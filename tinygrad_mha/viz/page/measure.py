@@ -215,8 +215,9 @@ def find_difference(attention: Any, x: Tensor, per_head: Tensor, options: Json) 
                 differing.append(title)
         return tensor
 
-    with contextlib.suppress(TypeError):  # a forward that does not accept `edit`, or passes on its own
-        run_forward(attention, x, options, edit=compare)
+    if accepts(attention.forward, "edit"):
+        with contextlib.suppress(TypeError):  # a forward that takes **options and passes an `edit` itself
+            run_forward(attention, x, options, edit=compare)
     return next(iter(differing), "Y")
 
 
