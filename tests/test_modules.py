@@ -237,7 +237,7 @@ def test_repr_is_a_table_of_names_shapes_and_counts():
 
 
 def scope_names(tensor):
-    return [(entry.name, entry.kind) for entry in tensor.node.scope]
+    return [(entry.name, entry.class_name) for entry in tensor.node.scope]
 
 
 def test_nodes_carry_the_path_of_modules_as_they_are_held():

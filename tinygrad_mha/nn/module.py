@@ -35,7 +35,7 @@ class Scope(NamedTuple):
     """
 
     name: str  # the module's name in its parent, "" at the top
-    kind: str = ""  # its class; "" for an entry that is not a module, such as one head
+    class_name: str = ""  # its class; "" for an entry that is not a module, such as one head
     module: Callable[[], Module | None] = lambda: None  # a weak reference to it
     is_attention: bool = False  # see `Module.is_attention`
     detail: str = ""  # see `Module.detail`
@@ -86,8 +86,8 @@ class Module:
             parent = around[-1].module() if isinstance(around[-1], Scope) else None
             found = [name for name, module in parent.named_modules() if module is self] if parent else []
             self._name = found[0] if found else ""
-        kind = type(self).__name__
-        return modes.scope(Scope(self._name, kind, weakref.ref(self), self.is_attention, self.detail))
+        class_name = type(self).__name__
+        return modes.scope(Scope(self._name, class_name, weakref.ref(self), self.is_attention, self.detail))
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get(name)

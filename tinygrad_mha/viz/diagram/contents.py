@@ -26,7 +26,7 @@ def compose_picture(layout: Layout, titles: dict[Value, str]) -> Picture:
     """The boxes, frames and arrows of a layout."""
     picture = Picture()
     for frame, id in layout.clusters.items():
-        lines = [line for line in (frame.kind if frame.name else "", parameters_line(layout, frame)) if line]
+        lines = [line for line in (frame.class_name if frame.name else "", parameters_line(layout, frame)) if line]
         picture.clusters.append(Cluster(id, frame_title(layout, frame), lines, layout.cluster_around(frame.parent)))
     for box, id in layout.boxes.items():
         node = value_node(layout, titles, box, id) if isinstance(box, Value) else frame_node(layout, box, id)
@@ -102,7 +102,7 @@ def frame_node(layout: Layout, frame: Frame, id: str) -> Node:
     node.warning = next(filter(None, map(count_not_finite, results)), "")
     if layout.options.values and len(results) == 1 and fits_a_table(results[0].array):
         node.value = Table(as_panels(results[0].array), palette(layout, results[0]))
-    node.tooltip = f"{frame.path or frame.kind}: {len(layout.modules.contents(frame))} tensors"
+    node.tooltip = f"{frame.path or frame.class_name}: {len(layout.modules.contents(frame))} tensors"
     return node
 
 
@@ -117,12 +117,12 @@ def computes_attention(layout: Layout, frame: Frame) -> bool:
 def describe_frame(layout: Layout, frame: Frame) -> str:
     """The class of a closed module and its detail, such as the number of heads, or the few operations that it does."""
     if frame.scope.detail:
-        return f"{frame.kind}, {frame.scope.detail}"
+        return f"{frame.class_name}, {frame.scope.detail}"
     made = sorted((v for v in layout.modules.contents(frame) if v.op), key=layout.run.position.__getitem__)
     steps = [v.op.label for v in made if v.op and v.has_kind("product", "activation")]
     if 1 < len(steps) < 4 and not any(v.has_kind("attention", "distribution") for v in made):
         return " → ".join(steps)
-    return frame.kind or f"{len(made)} operations"
+    return frame.class_name or f"{len(made)} operations"
 
 
 def parameters_line(layout: Layout, frame: Frame) -> str:

@@ -141,7 +141,7 @@ def close_frames(modules: Modules, options: Options, added_depth: int) -> set[Fr
             is_closed = matches(frame, options.collapse)
             if options.depth is not None:
                 is_closed |= len(frame.enclosing) - 1 > options.depth + added_depth
-                is_closed |= bool(frame.kind) and count_operations(modules, frame) == 1
+                is_closed |= bool(frame.class_name) and count_operations(modules, frame) == 1
         if is_closed:
             closed.add(frame)
     return closed

@@ -28,9 +28,9 @@ class Frame:
         return self.scope.name
 
     @property
-    def kind(self) -> str:
+    def class_name(self) -> str:
         """The class of a module; "" for other entries."""
-        return self.scope.kind
+        return self.scope.class_name
 
     @property
     def module(self) -> Module | None:
@@ -98,6 +98,8 @@ def matches(frame: Frame, patterns: Sequence[Pattern]) -> bool:
     path = frame.path
     paths = [path, *(path[len(outer.path) + 1 :] for outer in frame.enclosing[1:-1] if outer.path)]
     return any(
-        pattern(path) if callable(pattern) else pattern == frame.kind or any(fnmatchcase(p, pattern) for p in paths)
+        pattern(path)
+        if callable(pattern)
+        else pattern == frame.class_name or any(fnmatchcase(p, pattern) for p in paths)
         for pattern in patterns
     )

@@ -100,7 +100,7 @@ def frame_title(layout: Layout, frame: Frame) -> str:
     group = layout.repeats.get(frame, [frame])
     if len(group) == 1:
         is_backward = layout.closed_in[frame] is not None and frame.forward is not None
-        return f"{'backward of ' if is_backward else ''}{frame.name or frame.kind}"
+        return f"{'backward of ' if is_backward else ''}{frame.name or frame.class_name}"
     a, b = group[0].name, group[-1].name
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same] and not a[same].isdigit():

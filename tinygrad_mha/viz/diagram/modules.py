@@ -103,7 +103,7 @@ def place_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> Fram
     """The frame of a parameter without a known owner."""
     users = run.users[leaf]
     for user in users:
-        if frame_of[user].kind and weight_role(leaf, user):
+        if frame_of[user].class_name and weight_role(leaf, user):
             return frame_of[user]
     around = set.intersection(*(set(frame_of[user].enclosing) for user in users))
     return next(frame for frame in frame_of[users[0]].enclosing if frame in around)
@@ -115,7 +115,7 @@ def find_entrance(tree: FrameTree, frame_of: dict[Value, Frame]) -> Frame:
     frame = outermost[0] if outermost and outermost[0].scope is FORWARD else tree.root
     inner = tree.children[frame]
     computes = any(value.op is not None and frame_of[value] is frame for value in frame_of)
-    return inner[0] if len(inner) == 1 and inner[0].kind and not computes else frame
+    return inner[0] if len(inner) == 1 and inner[0].class_name and not computes else frame
 
 
 def mirror_forward(tree: FrameTree) -> dict[Frame, Frame]:
@@ -134,7 +134,7 @@ def describe_parameters(modules: Modules, frame: Frame) -> str:
     if frame.parent is None or frame.scope is FORWARD or any(value.backward for value in contents):
         return ""
     n = sum(v.array.size for v in contents if v.op is None and modules.kinds[v] == "parameter")
-    if n or not frame.kind:
+    if n or not frame.class_name:
         return f"{n:,} parameter{'s' * (n != 1)}" if n else ""
     used = (modules.frame_of[s] for v in contents for s in v.sources if modules.kinds[s] == "parameter")
     return next((f"tied to {owner.name}" for owner in used if owner not in frame.enclosing), "")

@@ -30,7 +30,6 @@ __all__ = [
     "RESHAPING",
     "Run",
     "Value",
-    "as_run",
     "record_backward",
     "record_forward",
 ]

@@ -68,7 +68,7 @@ def group_equals(
         expanded = tuple(matches(inner, expand) for inner in modules.inside(frame))
         contents = modules.contents(frame)
         steps, outside = fingerprint(contents)
-        part = Part(frame, object() if expanded[0] else (frame.kind, expanded, steps), outside, set(contents))
+        part = Part(frame, object() if expanded[0] else (frame.class_name, expanded, steps), outside, set(contents))
         if last is not None and continues(last, part, repeats, stands_for):
             groups[-1].append(frame)
         else:

@@ -100,5 +100,5 @@ def is_attention_weights(value: Value, frame_of: dict[Value, Frame]) -> bool:
         return False
     if value.rule_of is not None and value.rule_of.kind == "attention":
         return True
-    frames = (frame for frame in frame_of[value].enclosing if frame.kind or frame.scope.is_attention)
+    frames = (frame for frame in frame_of[value].enclosing if frame.class_name or frame.scope.is_attention)
     return next((frame.scope.is_attention for frame in frames), False)

@@ -295,7 +295,7 @@ def check_patterns(run: Run, modules: Modules, options: Options) -> None:
             )
     for pattern in (*options.collapse, *options.expand):
         if isinstance(pattern, str) and not any(matches(frame, [pattern]) for frame in frames):
-            known = ", ".join(dict.fromkeys(frame.path or frame.kind for frame in frames)) or "none"
+            known = ", ".join(dict.fromkeys(frame.path or frame.class_name for frame in frames)) or "none"
             fused = ", ".join(sorted(closed)) or "none"
             raise ValueError(f"{pattern!r} matches nothing in this run. Modules: {known}. Fused primitives: {fused}")
 
