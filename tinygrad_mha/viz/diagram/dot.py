@@ -249,7 +249,7 @@ def cluster_attributes(cluster: Cluster) -> str:
 
 
 def write_arrows(picture: Picture, direction: str) -> list[str]:
-    """The arrows. Those into a box that is made of leaves only go straight, from bottom to top."""
+    """The arrows. An arrow is straight if its target is made from inputs and parameters alone."""
     nodes = {node.id: node for node in picture.nodes}
     ways_out = Counter(edge.source for edge in picture.edges)
     bent = {edge.target for edge in picture.edges if nodes[edge.source].kind not in ("input", "parameter")}
@@ -290,7 +290,8 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
 def write_rows(picture: Picture) -> list[str]:
     """Rows of boxes in a fixed order: Q, K, V of each head, and in the same order the parameters above them.
 
-    A row holds the boxes that are made from one input and one parameter each. Otherwise versions of Graphviz differ.
+    A row holds the boxes that are made from one input and one parameter each. Without rank=same, versions of Graphviz
+    differ.
     """
     nodes = {node.id: node for node in picture.nodes}
     sources: dict[str, list[str]] = defaultdict(list)

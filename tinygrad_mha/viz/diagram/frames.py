@@ -78,7 +78,11 @@ class FrameTree:
 
 
 def entry_key(entry: Any) -> tuple[str, int]:
-    """What makes two scope entries the same frame: name and module. The weak reference outlives its module."""
+    """What makes two scope entries the same frame: name and module.
+
+    A module has one weak reference as long as that is alive, and it outlives the module. Entries without a module share
+    the default of `Scope`.
+    """
     return str(getattr(entry, "name", entry)), id(getattr(entry, "module", None))
 
 

@@ -133,6 +133,7 @@ def record_backward(y: Tensor) -> Run:
         STATE.set(State(grad=True, record=True))
         for value, gradient in engine.sweep(y, seed, differentiable=True):
             pairs.append((value, gradient))
+            # The sweep applies the rules of `value` after this step, so this is the scope of the nodes that they make.
             scope = (*value.node.scope, Rule(value.node.op)) if value.node else ()
             STATE.set(State(grad=True, record=True, scope=scope))
         return pairs
@@ -178,6 +179,7 @@ def collect(
             node = last.node
         add_computed(values, tensor, node, gradients.get(id(tensor)), backward)
     for i, root in enumerate(roots):
+        # After the first, the roots of record_backward are gradients.
         find_tensor(values, root, i > 0 and backward_after < math.inf)
     return values
 

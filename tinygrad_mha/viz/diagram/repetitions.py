@@ -68,6 +68,7 @@ def group_equals(
         expanded = tuple(matches(inner, expand) for inner in modules.inside(frame))
         contents = modules.contents(frame)
         steps, outside = fingerprint(contents)
+        # object() equals nothing, so an expanded frame is in a group of its own.
         part = Part(frame, object() if expanded[0] else (frame.class_name, expanded, steps), outside, set(contents))
         if last is not None and continues(last, part, repeats, stands_for):
             groups[-1].append(frame)

@@ -1,4 +1,4 @@
-"""tg.graph, the picture of a computation, and tg.graph_diff, two of them with their differences marked.
+"""`tg.graph` draws a computation; `tg.graph_diff` draws two and marks what differs.
 
 The steps from tensors to a file, each in a module of its own:
 
@@ -149,10 +149,11 @@ def graph(
         collapse: modules to close at any depth: a path ("h.0.attn"), a pattern ("h.*.mlp"), a class name, a predicate
             of the path, or a list of these.
         expand: modules to open at any depth, also if they repeat; also names of fused primitives ("attention"), which
-            are then drawn as the operations that they are composed of.
+            are then drawn as the operations that they are composed of (not with `backward=True`).
         fold: write chains of reshaping and element-wise operations into the formula of their user, and draw equal
             blocks once; False gives each operation a box.
-        ops: "folded", or "separate" for the plain autograd graph with an oval for each operation.
+        ops: "folded", or "separate" for the plain autograd graph with an oval for each operation, which implies
+            `fold=False`.
         values, grads: True, False, or "auto": show the numbers of small tensors in small pictures.
         backward: draw the computation of the gradients beside the forward pass; `y` is one tensor, a scalar unless it
             has a gradient already.
