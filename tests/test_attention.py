@@ -566,7 +566,7 @@ def test_per_head_names_every_matrix_and_takes_the_head_matrices_from_the_parame
     assert {"X": (3, 5), "Concat": (3, 22), "W_O": (22, 5), "Y": (3, 5)}.items() <= shapes.items()
     assert found["W_Q2"].node.inputs[0] is mha.wq
     np.testing.assert_array_equal(found["W_V2"].data, mha.wv.data[:, 11:])
-    assert found["Y"].node.scope[0].kind == "MultiHeadAttention"
+    assert found["Y"].node.scope[0].class_name == "MultiHeadAttention"
 
 
 def test_grouped_heads_share_keys_and_values_in_order(rng):
