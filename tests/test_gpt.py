@@ -145,9 +145,9 @@ def test_all_dropout_draws_from_one_generator_whose_state_can_be_kept():
 def test_the_module_path_of_a_node_is_that_of_the_parameters():
     model = gpt()
     node = model(IDS).node
-    assert [(s.name, s.kind) for s in node.scope] == [("", "GPT"), ("lm_head", "LMHead")]
+    assert [(s.name, s.class_name) for s in node.scope] == [("", "GPT"), ("lm_head", "LMHead")]
     _, trace = model(IDS, trace=True)
-    path = [(s.name, s.kind) for s in trace.attention[1].weights.node.scope]
+    path = [(s.name, s.class_name) for s in trace.attention[1].weights.node.scope]
     assert path == [("", "GPT"), ("h.1", "Block"), ("attn", "CausalSelfAttention")]
 
 
