@@ -133,6 +133,29 @@ def own(forward):
     return Own
 
 
+def bad_batch(self, x):
+    return x * 2.0 if x.ndim == 3 else x * 1.0
+
+
+def pads_count(self, x, key_allow=None):
+    total = (np.tri(x.shape[-2], dtype=np.float32) @ x) if x.ndim == 2 else x * 1.0
+    return total if x.ndim == 2 else ops.matmul(np.tri(x.shape[-2], dtype=np.float32), x)
+
+
+def forgets(self, x, cache=None):
+    q = k = x @ self.w * 0.1  # small, so that every token attends to several
+    if cache is not None:
+        cache.append(k, k)  # and does not use what it returns
+    return nn.attention(q, k, k, allow=nn.causal(q.shape[-2]))
+
+
+def masks_from_the_left(self, x, cache=None):
+    q = k = x @ self.w * 0.1  # small, so that every token attends to several
+    if cache is not None:
+        k, _ = cache.append(k, k)
+    return nn.attention(q, k, k, allow=np.tri(q.shape[-2], k.shape[-2], dtype=bool))
+
+
 REFUSED = [
     (lambda config, rng: None, TypeError, "must return a Module, got a NoneType"),
     (lambda config: None, TypeError, r"is called as attention\(config, rng\): too many positional arguments"),
@@ -148,6 +171,11 @@ REFUSED = [
     (own(lambda self, x: x * np.ones(6)), ValueError, r"\(3, 6\) float32, got \(3, 6\) float64"),
     (own(lambda self, x: x.concat(x)), ValueError, "fails on 3 tokens: AttributeError"),
     (own(lambda self, x, **options: x @ self.w), ValueError, "must call cache.append once .* holds 0 tokens"),
+    (own(bad_batch), ValueError, "different numbers for a batch of one sequence"),
+    (own(pads_count), ValueError, "declares key_allow, but a padding token in front changes its result"),
+    (own(forgets), ValueError, "declares cache, but returns different numbers with it than without it"),
+    (own(masks_from_the_left), ValueError, "declares cache, but returns different numbers with it than without it"),
+    (lambda config, rng: nn.Linear(config, 6), TypeError, r"attention\(config, rng\) failed: .* config is a GPTConfig"),
 ]
 
 

@@ -95,7 +95,10 @@ def make_attention(factory: AttentionFactory, config: Any, rng: np.random.Genera
         inspect.signature(factory).bind(config, rng)
     except TypeError as error:
         raise TypeError(f"attention is called as attention(config, rng): {error}. {GUIDE}") from error
-    attention = factory(config, rng)
+    try:
+        attention = factory(config, rng)
+    except (TypeError, AttributeError) as error:
+        raise TypeError(f"attention(config, rng) failed: {error}; config is a GPTConfig. {GUIDE}") from error
     if not isinstance(attention, Module):
         raise TypeError(f"attention(config, rng) must return a Module, got a {type(attention).__name__}. {GUIDE}")
     held = [type(module) for _, module in attention.named_modules()]
@@ -110,38 +113,56 @@ def make_attention(factory: AttentionFactory, config: Any, rng: np.random.Genera
 
 
 def check_attention(attention: Module, width: int, block_size: int) -> None:
-    """Call a new attention on up to three random tokens, with and without each option that it declares.
+    """Try a new attention on up to three random tokens; raise an error that names the first thing that is wrong.
 
     A copy runs in eval mode, so nothing of the attention changes, its random generators included.
 
     Raises:
         TypeError: it returns no Tensor.
-        ValueError: it fails, returns another shape or dtype, ignores a cache that it declares, or lets tokens see later
-            ones and does not state `is_causal = False`.
+        ValueError: it fails, or returns another shape or dtype. Unless its class states `is_causal = False`, also: it
+            lets tokens see later ones, or an option that it declares does not do what it should.
     """
     attention = copy.deepcopy(attention).eval()
     n = min(3, block_size)
-    x = Tensor(np.random.default_rng(0).standard_normal((2, n, width)).astype(np.float32))
-    key_allow = np.arange(n) >= np.array([[0], [min(1, n - 1)]])  # the second row has one token of padding
+    x = np.random.default_rng(0).standard_normal((n, width)).astype(np.float32)
     try:
         with no_grad():
-            y = call_attention(attention, x[0]).numpy()
-            for m in range(1, n if getattr(attention, "is_causal", True) else 1):
-                prefix = call_attention(attention, x[0, :m]).numpy()
-                if not np.allclose(prefix, y[:m], rtol=TOLERANCE, atol=TOLERANCE * np.abs(y).max(), equal_nan=True):
-                    hint = (
-                        "hide them (causal=True, or allow=nn.causal(T_q, T_k)), or state is_causal = False in the class"
-                    )
-                    raise ValueError(describe_fault(attention, f"lets a token see later ones: {hint}"))
-            call_attention(attention, x, positions=np.arange(n))
-            if "key_allow" in find_options(type(attention).forward):
-                call_attention(attention, x, positions=np.arange(n), key_allow=key_allow)
-            if "cache" in find_options(type(attention).forward):
-                cache = KVCache()
-                for t in range(n):
-                    call_attention(attention, x[:, t : t + 1], positions=np.arange(t, t + 1), cache=cache[0])
+            compare_calls(attention, x)
     except Exception as error:
         if GUIDE in str(error):
             raise
-        fault = f"fails on {n} tokens: {type(error).__name__}: {error}"
+        expected = f"x is (T, C) or (B, T, C), here C = {width}, and options have the default None"
+        fault = f"fails on {n} tokens: {type(error).__name__}: {error} ({expected})"
         raise ValueError(describe_fault(attention, fault)) from error
+
+
+def compare_calls(attention: Module, x: np.ndarray) -> None:
+    """Compare calls that must agree on the rows of x (T, C) if tokens do not see later ones."""
+    n, places = len(x), np.arange(len(x))
+    supported = find_options(type(attention).forward)
+
+    def run(rows: np.ndarray, start: int = 0, **options: Any) -> np.ndarray:
+        options = {"positions": places[start : start + rows.shape[-2]], **options}
+        return call_attention(attention, Tensor(rows), **options).numpy()
+
+    def compare(y: np.ndarray, fault: str) -> None:
+        atol = TOLERANCE * np.abs(whole).max()
+        equal = np.allclose(y, whole[: len(y)], rtol=TOLERANCE, atol=atol, equal_nan=True)
+        if not equal and getattr(attention, "is_causal", True):
+            raise ValueError(describe_fault(attention, fault))
+
+    whole = call_attention(attention, Tensor(x)).numpy()
+    compare(run(x), "declares positions, but without them its tokens do not stand at 0, 1, 2, ...")
+    compare(run(x[None])[0], "returns different numbers for a batch of one sequence than for the sequence")
+    for m in range(1, n):
+        hint = "hide them (causal=True, or allow=nn.causal(T_q, T_k)), or state is_causal = False in the class"
+        compare(run(x[:m]), f"lets a token see later ones: {hint}")
+    if "key_allow" in supported:
+        rows = np.concatenate([x[-1:], x[:-1]])[None]  # the last row is the padding in front of the others
+        padded = run(rows, key_allow=places[None] > 0, positions=np.maximum(places - 1, 0)[None])
+        compare(padded[0, 1:], "declares key_allow, but a padding token in front changes its result")
+    if "cache" in supported:
+        cache = KVCache()
+        parts = [run(x[t : t + 1], t, cache=cache[0]) for t in range(n)]
+        fault = "declares cache, but returns different numbers with it than without it (with a cache, T_q < T_k)"
+        compare(np.concatenate(parts), fault)
