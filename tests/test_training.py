@@ -224,6 +224,21 @@ def test_accumulation_is_not_the_mean_of_the_means_of_batches():
     assert accumulate(Fixed(), [(np.array([1.0]), few), (np.array([3.0]), many)]) == pytest.approx(2.81818182, abs=1e-8)
 
 
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_batches_with_ignored_targets_accumulate_to_one_large_batch(ignored, rng):
+    model = GPT(GPTConfig(vocab_size=11, block_size=5, n_layer=1, n_head=2, n_embd=6), seed=0).astype(np.float64)
+    idx, targets = rng.integers(0, 7, (2, 5)), rng.integers(0, 7, (2, 5))
+    targets[1, 2:] = ignored
+    whole = model.loss(idx, targets, ignore_index=ignored)
+    whole.backward()
+    expected = [p.grad.copy() for p in model.parameters()]
+    model.zero_grad()
+    parts = [(idx[i : i + 1], targets[i : i + 1]) for i in range(2)]
+    assert accumulate(model, parts, ignore_index=ignored) == pytest.approx(whole.item(), rel=1e-13)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        np.testing.assert_allclose(p.grad, gradient, rtol=1e-11, atol=1e-14)
+
+
 def test_one_batch_of_sixty_trains_as_six_of_ten():
     large = small(steps=3, dropout=0.0, batch_size=60, accumulate=1)
     parts = small(steps=3, dropout=0.0, batch_size=10, accumulate=6)

@@ -178,16 +178,17 @@ def adapt_config(config: TrainConfig, model: Any) -> TrainConfig:
     return adapted
 
 
-def accumulate(model: Any, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
+def accumulate(model: Any, batches: list[tuple[np.ndarray, np.ndarray]], ignore_index: int = IGNORED) -> float:
     """Compute the mean loss over all targets of all batches, accumulate its gradient in `.grad`, and return it.
 
-    Each batch is weighted by its number of targets that are not IGNORED, so six batches of ten give the result of one
-    of sixty.
+    Each batch is weighted by its number of targets that are not `ignore_index`, so six batches of ten give the result
+    of one of sixty. A value other than -100 is passed on: `model.loss(idx, targets, ignore_index=...)`.
     """
-    counts = [int(np.count_nonzero(targets != IGNORED)) for _, targets in batches]
+    options = {} if ignore_index == IGNORED else {"ignore_index": ignore_index}
+    counts = [int(np.count_nonzero(targets != ignore_index)) for _, targets in batches]
     total, value = max(sum(counts), 1), 0.0
     for (idx, targets), count in zip(batches, counts, strict=True):
-        loss = model.loss(idx, targets) * (count / total)
+        loss = model.loss(idx, targets, **options) * (count / total)
         loss.backward(leaves_only=True)
         value += loss.item()
     return value
