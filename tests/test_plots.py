@@ -83,6 +83,24 @@ def test_nan_is_black_and_gaps_are_white():
     tg.viz.heatmap(np.full((2, 2), np.nan))
 
 
+@pytest.mark.parametrize("weight", [-0.3, 1.7])
+def test_weights_outside_0_and_1_have_a_diverging_colour_map_with_symmetric_limits(weight, rng):
+    weights = rng.uniform(0.0, 0.7, (2, 5, 5))
+    weights[1, 2, 3] = weight
+    (shown,) = tg.viz.heatmap(weights).axes[0].get_images()
+    most = np.abs(weights).max()
+    assert shown.get_clim() == (-most, most)
+    zero, negative, positive = (shown.to_rgba(x) for x in (0.0, -0.3, 0.3))
+    assert negative != zero != positive != negative
+    assert shown.to_rgba(np.asarray(shown.get_array())[0, 5]) == (1, 1, 1, 1)  # the gap between the panels
+
+
+def test_a_probability_that_exceeds_1_by_rounding_keeps_the_scale_of_probabilities():
+    (shown,) = tg.viz.heatmap(np.diag([1.0, 1.0 + 1e-7])).axes[0].get_images()
+    assert shown.get_cmap().name == "attention"
+    assert shown.to_rgba(1.0 + 1e-7) == shown.to_rgba(1.0) != (1, 1, 1, 1)
+
+
 def test_tokens_are_not_mathtext_and_white_space_is_visible():
     plot = tg.viz.heatmap(np.eye(5), ["$x$", " ", "\n", "a\nb", "</s>"])
     assert labels(plot.axes[0].yaxis) == ["$x$", "␣", "⏎", "a⏎b", "</s>"]

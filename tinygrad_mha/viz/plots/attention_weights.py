@@ -20,7 +20,8 @@ with contextlib.suppress(ImportError):  # `new_plot` says so
 
 __all__ = ["heatmap"]
 
-GAP = 2.0  # the value between panels: no attention weight is as large
+GAP = 2.0  # the value between panels, in multiples of the upper limit of the colours
+ROUNDING = 1e-5  # a softmax in float32 can exceed 1 by less than this
 
 
 def heatmap(
@@ -30,6 +31,9 @@ def heatmap(
     path: str | os.PathLike[str] | None = None,
 ) -> Plot:
     """Plot attention weights as colours: a panel for each head, a line of panels for each layer. Rows are queries.
+
+    Colours span 0 to 1. If a weight is below 0 or above 1, they diverge from 0 and span -m to m, where m is the largest
+    magnitude.
 
     Args:
         weights: (T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k); or the trace of an attention or a GPT, of one sequence.
@@ -54,13 +58,14 @@ def heatmap(
     # All panels are one image with gaps in it: a hundred axes would take half a minute.
     gap = max(1, max(n_q, n_k) // 10)
     down, across = n_q + gap, n_k + gap
-    image = np.full((layers * down - gap, heads * across - gap), GAP)
+    low, high, palette = find_colors(stack)
+    image = np.full((layers * down - gap, heads * across - gap), GAP * high)
     for layer, head in np.ndindex(layers, heads):
         image[layer * down : layer * down + n_q, head * across : head * across + n_k] = stack[layer, head]
     cell = min(0.62, max(0.06, 9 / max(image.shape)))  # inches
     plot = new_plot(cell * image.shape[1] + 1.6, cell * image.shape[0] + 0.7)
     axes = plot.subplots()
-    shown = axes.imshow(image, cmap=make_colormap("attention"), vmin=0, vmax=1, interpolation="nearest")
+    shown = axes.imshow(image, cmap=make_colormap(palette), vmin=low, vmax=high, interpolation="nearest")
     axes.spines[:].set_visible(False)
     for layer, head in np.ndindex(layers, heads):
         corner = head * across - 0.5, layer * down - 0.5
@@ -76,9 +81,10 @@ def heatmap(
     label_axis(axes.xaxis, columns, across, heads, cell)
     if cell * 72 >= 26:
         for (i, j), weight in np.ndenumerate(image):
-            if weight != GAP:
+            if weight != GAP * high:
                 text = write_value(float(weight))
-                axes.text(j, i, text, ha="center", va="center", fontsize=8, color=text_color(weight))
+                color = text_color(abs(weight) / high)
+                axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
     add_scale(plot, shown, axes, "attention weight", 2.6 / (cell * image.shape[0]), 0.02 if layers == 1 else 0.05)
     return finish_plot(plot, path)
 
@@ -98,6 +104,16 @@ def as_weights(weights: Any) -> np.ndarray:
     if not 2 <= array.ndim <= 4 or 0 in array.shape:
         raise ValueError(f"weights must be (T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k), got shape {array.shape}")
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def find_colors(weights: np.ndarray) -> tuple[float, float, str]:
+    """The limits of the colours and the palette: 0 to 1 for probabilities, symmetric about 0 for other weights."""
+    finite = weights[np.isfinite(weights)]
+    lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))
+    if lowest >= 0 and highest <= 1 + ROUNDING:
+        return 0.0, highest, "attention"
+    most = float(np.abs(finite).max())
+    return -most, most, "value"
 
 
 def check_names(names: Sequence[str] | None, n: int, argument: str) -> list[str] | None:
