@@ -277,10 +277,12 @@ def read_page(page):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.DOTALL)[1])
 
 
-def values_of(page):
+def values_of(page, what="values"):
     values = {}
     for name, matrix in read_page(page)["matrices"].items():
-        ((kind, text),) = matrix["values"].items()
+        if matrix[what] is None:
+            continue
+        ((kind, text),) = matrix[what].items()
         values[name] = np.frombuffer(base64.b64decode(text), "<" + kind).reshape(matrix["rows"], matrix["columns"])
     return values
 
@@ -406,8 +408,43 @@ def test_heads_that_are_changed_before_they_are_shown_are_written_head_by_head()
             return self.mha(x, causal=True, edit=change, **options)
 
     shown = equations(tg.walkthrough(make(Scaled), [3, 1, 4, 1, 5]), head=1)
-    assert shown["Q_2"] == "Q_2 = tanh( X @ W_Q_2 ) * gain_2"
-    assert shown["∂gain_2"].startswith("∂gain_2 = sum( ∂Q_2 * tanh( X @ W_Q_2 )")
+    assert shown["Q_2"] == "Q_2 = tanh( X @ W_Q2 ) * gain_2"
+    assert shown["∂gain_2"].startswith("∂gain_2 = sum( ∂Q_2 * tanh( X @ W_Q2 )")
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 3])
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_learned_parameter_below_another_operation_is_shown_with_its_value_and_gradient(n_head, is_joint, rng):
+    class Sharp(Gain):
+        def forward(self, x, edit=None, **options):
+            def change(name, tensor):
+                if name == "scores":  # the gain is used twice: its gradient is a sum
+                    factor = ops.softmax(self.gain, axis=-3) if is_joint else self.gain.exp()
+                    tensor = tensor * factor * self.gain.exp()
+                return tensor if edit is None else edit(name, tensor)
+
+            return self.mha(x, causal=True, edit=change, **options)
+
+    model, ids = make(Sharp, n_head=n_head), [3, 1, 4, 1, 5]
+    gain = model.h[1].attn.gain
+    gain.name = "log_temp"
+    gain.assign_(rng.standard_normal(gain.shape))
+    page = tg.walkthrough(model, ids, layer=1)
+    tg.ops.cross_entropy(model(ids)[:-1], ids[1:]).backward()
+    matrices, texts = values_of(page), equations(page)
+    gradients = values_of(page, "gradient")
+    assert not any("constant" in text for text in texts.values())
+    if n_head > 1 and not is_joint:
+        titles = [f"log_temp{i + 1}" for i in range(n_head)]
+        root = {2: "√3", 3: "√2"}[n_head]
+        expected = f"scores_1 = Q_1 @ K_1ᵀ / {root} * exp( log_temp1 ) * exp(log_temp1)"
+        assert texts["scores_1"].replace("  ", " ") == expected
+    else:
+        titles = ["log_temp"]
+    values, gradient = (np.concatenate([table[t].ravel() for t in titles]) for table in (matrices, gradients))
+    np.testing.assert_allclose(values, gain.data.ravel(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, gain.grad.ravel(), rtol=1e-4, atol=1e-7)
+    assert np.abs(gain.grad).max() > 1e-4
 
 
 def test_a_multi_head_attention_put_in_by_hand_is_shown_with_the_mask_that_the_gpt_uses():

@@ -21,7 +21,7 @@ from tinygrad_mha.viz.diagram.formulas import make_call
 from tinygrad_mha.viz.diagram.record import Run, Value
 from tinygrad_mha.viz.diagram.roles import find_dependents
 
-__all__ = ["Equation", "EquationWriter", "Json", "write_walks"]
+__all__ = ["Equation", "EquationWriter", "Json", "as_matrix", "write_walks"]
 
 Json = dict[str, Any]
 
@@ -111,6 +111,8 @@ class EquationWriter:
         self._operations += 1
         if self._operations > MOST_OPERATIONS:
             raise TooLongError
+        if value.op is None and value.requires_grad:
+            return Formula(value.name or "parameter")  # another tensor has its title
         if value.op is None:
             return self._write(value.array) or Formula("")
         call = make_call(value, self._write)
@@ -174,7 +176,7 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
 
     Args:
         run: a run of `per_head` with its backward pass.
-        names: names of tensors by identity; those with up to two axes are shown.
+        names: names of tensors by identity; those with up to two axes are shown, and all parameters.
         n: the number of tokens.
 
     Returns:
@@ -183,7 +185,8 @@ def write_walks(run: Run, names: Mapping[int, str], n: int) -> tuple[list[list[J
     Raises:
         ValueError: matrices that the page needs have no name.
     """
-    matrices = [v for v in run.values if id(v.tensor) in names and v.array.ndim <= 2 and not v.backward]
+    named = [v for v in run.values if id(v.tensor) in names and not v.backward]
+    matrices = [v for v in named if v.array.ndim <= 2 or (v.op is None and v.requires_grad)]
     values = {names[id(value.tensor)]: value for value in matrices}
     heads = [value for title, value in values.items() if re.fullmatch(r"H_\d+", title)]
     if not heads or not {"X", "Q_1", "V_1"} <= set(values):
@@ -244,10 +247,15 @@ def describe_matrix(title: str, value: Value, gradient: Value | None, is_step: b
     if is_step:
         kind = {"X": "input", "Y": "output"}.get(title, "attention" if value.has_kind("distribution") else "")
     is_table = is_table and kind == "constant"
-    zeros = np.zeros_like(value.array) if value.requires_grad else None
+    zeros = np.zeros_like(as_matrix(value.array)) if value.requires_grad else None
     return {
-        "values": value.array,
-        "gradient": zeros if gradient is None else gradient.array,
+        "values": as_matrix(value.array),
+        "gradient": zeros if gradient is None else as_matrix(gradient.array),
         "kind": kind,
         "tokens": [is_step or is_table, is_table or (is_step and title.partition("_")[0] in SQUARE)],
     }
+
+
+def as_matrix(array: np.ndarray) -> np.ndarray:
+    """An array with two axes: of a larger one, the matrices of the last two axes below each other."""
+    return array.reshape(-1, array.shape[-1]) if array.ndim > 2 else np.atleast_2d(array)

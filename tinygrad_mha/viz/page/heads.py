@@ -72,19 +72,22 @@ class HeadByHead(Module):
                 f"per_head. {GUIDE}"
             )
         with self.scope():
-            return Replay(y, steps, has_heads).run()
+            parameters = [found for _, found in walk(self.attention) if isinstance(found, Tensor)]
+            return Replay(y, steps, has_heads, parameters).run()
 
 
 class Replay:
     """The operations of a run applied again, head by head where that gives the same numbers."""
 
-    def __init__(self, y: Tensor, steps: list[tuple[str, Tensor]], has_heads: bool) -> None:
+    def __init__(self, y: Tensor, steps: list[tuple[str, Tensor]], has_heads: bool, parameters: list[Tensor]) -> None:
         self.y = y
         self.order = engine.toposort([y], everything=True)
         self.names = {id(tensor): name for name, tensor in reversed(steps)}  # of several names the first
         self.n_head = dict(steps)["heads"].shape[-3] if has_heads else 0  # 0: one head, without an axis
         self.done: dict[int, Any] = {}  # by identity: a Tensor, or a list of one (..., 1, T, width) for each head
         self.heads: list[Tensor] = []  # H_1, H_2, ...
+        self.parameters = {id(parameter) for parameter in parameters}
+        self.parts: dict[tuple[int, int], Tensor] = {}  # by parameter and head
 
     def run(self) -> Tensor:
         """Apply everything, and return the result."""
@@ -102,7 +105,7 @@ class Replay:
     def _apply(self, value: Tensor) -> Any:
         node: Any = value.node
         inputs = [self.done.get(id(x), x) for x in node.inputs]
-        if any(isinstance(x, list) for x in inputs):
+        if any(isinstance(x, list) or (self._has_part(x) and node.op.kind != "index") for x in inputs):
             parts = [self._apply_to_head(value, inputs, i) for i in range(self.n_head)]
             if all(part is not None for part in parts):
                 return parts
@@ -124,6 +127,10 @@ class Replay:
             return None
         return result if is_equal(result, expected) else None
 
+    def _has_part(self, x: Any) -> bool:
+        """Whether `x` is a parameter with an axis of heads."""
+        return id(x) in self.parameters and x.ndim >= 3 and x.shape[-3] == self.n_head > 1
+
     def _select(self, x: Any, i: int) -> Any:
         if isinstance(x, list):
             return x[i]
@@ -131,10 +138,11 @@ class Replay:
             return x
         if not isinstance(x, Tensor):
             return x[..., i : i + 1, :, :]
-        part = take_head(x, i)
-        if x.node is None and x.name and part.name is None:
-            part.name = f"{x.name}_{i + 1}"
-        return insert_head(part)
+        if not self._has_part(x):
+            return insert_head(take_head(x, i))
+        if (id(x), i) not in self.parts:  # one matrix for all uses, so that its gradient is complete
+            self.parts[id(x), i] = take_head(x, i).named(add_index(x.name or "parameter", i + 1))
+        return insert_head(self.parts[id(x), i])
 
     def _take_columns(self, name: str, value: Tensor, i: int) -> Tensor | None:
         """Head `i` of a value whose heads are columns of a matrix before they are split, or None for another value."""
@@ -152,7 +160,9 @@ class Replay:
         if node.op.kind == "product" and all(isinstance(w, Tensor | None) for w in weights):
             named = zip("Wb", weights, strict=False)
             parts = [
-                None if w is None else w[..., columns].named(f"{letter}_{name}{i + 1}" if name else f"{w.name}_{i + 1}")
+                None
+                if w is None
+                else w[..., columns].named(f"{letter}_{name}{i + 1}" if name else add_index(w.name, i + 1))
                 for letter, w in named
             ]
             result = node.op(data, *parts, **node.kwargs)
@@ -187,6 +197,11 @@ def take_head(x: Tensor, i: int) -> Tensor:
     """Head `i` of (..., H, T, width)."""
     front = (slice(None),) * (x.ndim - 3)
     return x[(*front, i)] if front else x[i]
+
+
+def add_index(name: str, i: int) -> str:
+    """gain, 1 -> gain_1; W_Q, 1 -> W_Q1: all behind the underscore is the index of a title."""
+    return f"{name}{i}" if "_" in name else f"{name}_{i}"
 
 
 def drop_head(shape: tuple[int, ...]) -> tuple[int, ...]:

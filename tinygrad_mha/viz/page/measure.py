@@ -23,7 +23,7 @@ from tinygrad_mha.nn.heads import NAMES
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 from tinygrad_mha.viz.diagram.record import record_backward
-from tinygrad_mha.viz.page.equations import Json, write_walks
+from tinygrad_mha.viz.page.equations import Json, as_matrix, write_walks
 from tinygrad_mha.viz.page.heads import HeadByHead
 
 __all__ = ["MOST_PARAMETER_ROWS", "Subject", "collect", "name_tokens", "prepare_attention", "prepare_layer"]
@@ -258,7 +258,7 @@ def measure_reach(attention: Any, x: np.ndarray, options: Json, names: set[str])
                     gradients[titles[id(parameter)]] = gradients.get(titles[id(parameter)], 0.0) + part
         sizes = {}
         for name, g in gradients.items():
-            matrices = np.abs(g).reshape(n, *np.atleast_2d(g[0]).shape)
+            matrices = np.abs(g).reshape(n, *as_matrix(g[0]).shape)
             sizes[name] = matrices[:, :MOST_PARAMETER_ROWS].max(axis=-1)
         limit = THRESHOLD * max(size.max(initial=0.0, where=np.isfinite(size)) for size in sizes.values())
         found = {source: ~(size <= limit) for source, size in sizes.items()}  # nan may depend on anything

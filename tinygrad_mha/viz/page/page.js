@@ -286,7 +286,7 @@ function drawEquation(text) {
 }
 
 /** A sign. Names of matrices in it have their index as a subscript. */
-const sign = text => text.split(/(∂?[A-Za-z]+_[A-Za-z0-9]+)/)
+const sign = text => text.split(/(∂?[A-Za-z]+_[A-Za-z0-9_]+)/)
   .map((part, i) => (i % 2 ? title(part.replace('∂', ''), part.startsWith('∂')) : part));
 
 /** The factors {a, b} of an equation of the form a @ b, a @ b / root or a / root @ b, and the root. */
@@ -362,7 +362,7 @@ function markMap() {
 
 /** Which explanation fits an equation, by its form without the indices of names. "other" if none does. */
 function form(kind, equation) {
-  const text = equation.replace(/([A-Za-z]+)_[A-Za-z0-9]+/g, '$1'), forms = words.forms[kind];
+  const text = equation.replace(/([A-Za-z]+)_[A-Za-z0-9_]+/g, '$1'), forms = words.forms[kind];
   return Object.keys(forms).find(key => new RegExp(`^(${forms[key]})$`).test(text)) ?? 'other';
 }
 
