@@ -221,7 +221,7 @@ def test_a_model_of_your_own_must_be_passed_again(make, tmp_path):
     name = "GPT" if make is not Bigram else "Bigram"
     with pytest.raises(CheckpointError, match=rf"a {name} with modules of your own.*pass it again as model="):
         tune(tmp_path, resume=True)
-    with pytest.raises(CheckpointError, match="pass it again as model="):
+    with pytest.raises(CheckpointError, match=r"pass it again as model=, .*load_trained\(folder, model=\.\.\.\)"):
         load_trained(tmp_path)
     opened, tokenizer = load_trained(tmp_path, model=make())
     assert tokenizer.characters == TOKENIZER.characters
@@ -263,9 +263,26 @@ def test_other_frozen_tensors_than_those_of_the_run_are_refused(tmp_path):
     model = make_gpt()
     model.wpe.weight.requires_grad = False
     before = model.state_dict()
-    with pytest.raises(CheckpointError, match="does not belong to this run"):
+    with pytest.raises(CheckpointError, match=r"does not belong to this run: .* unexpected wpe\.weight\. Pass a model"):
         tune(tmp_path, model, resume=True)
     assert all(np.array_equal(array, before[name]) for name, array in model.state_dict().items())
+
+
+def test_another_attention_than_that_of_the_run_is_refused_with_its_class_and_names(tmp_path):
+    tune(tmp_path, make_gpt_with_own_attention(), steps=1)
+    model = make_gpt()
+    before = model.state_dict()
+    message = r"GPT with attention CausalSelfAttention: missing h\.0\.attn\..*; unexpected h\.0\.attn\."
+    with pytest.raises(CheckpointError, match=message):
+        tune(tmp_path, model, resume=True, steps=2)
+    assert all(np.array_equal(array, before[name]) for name, array in model.state_dict().items())
+
+
+def test_from_pretrained_of_a_run_names_load_trained(tmp_path):
+    tune(tmp_path, make_gpt(), steps=1)
+    for folder in (tmp_path, find_latest(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"is a training run, .*tg\.training\.load_trained"):
+            GPT.from_pretrained(folder)
 
 
 # ------------------------------------------------------------------------------------------------------ contradictions
@@ -282,7 +299,11 @@ def test_other_frozen_tensors_than_those_of_the_run_are_refused(tmp_path):
             {"tokenizer": CharTokenizer(TOKENIZER.characters + "!")},
             "the vocabulary has 30 tokens",
         ),
-        ({"tokenizer": CharTokenizer.of("another text")}, "the character .* is not in the vocabulary"),
+        ({"tokenizer": CharTokenizer.of("another text")}, "the vocabulary has 9 tokens, that of the model 29: pass"),
+        (
+            {"tokenizer": CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 29))))},
+            "the character .* is not in the vocabulary of 29 .* Remove such characters, or use a tokenizer that",
+        ),
         ({"model": "gpt2"}, "a model to train is a Module with .*; got str"),
         ({"model": nn.Linear(3, 5)}, "a model to train is a Module with .*; got Linear"),
     ],

@@ -105,7 +105,8 @@ class CharTokenizer(Tokenizer):
             i, c = next((i, c) for i, c in enumerate(text) if c not in self._ids)
             raise ValueError(
                 f"the character {c!r} (U+{ord(c):04X}) at position {i} is not in the vocabulary of "
-                f"{self.vocab_size} characters, {self.characters!r}"
+                f"{self.vocab_size} characters, {self.characters!r}. Remove such characters, or use a tokenizer that "
+                "has them; a trained model needs its own tokenizer"
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:

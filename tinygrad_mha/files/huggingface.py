@@ -302,10 +302,14 @@ def read_folder(folder: str | os.PathLike[str]) -> Folder:
     """Read config.json, model.safetensors and, if there is one, generation_config.json.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the folder holds a model of another kind.
+        CheckpointError: a file is missing or damaged, or the folder holds a model of another kind or a training run.
     """
     folder = Path(folder)
     path = folder / "config.json"
+    if not path.exists() and any((folder / name).is_file() for name in ("LATEST", "state.json")):
+        raise CheckpointError(
+            f"{folder} is a training run, not a Hugging Face folder: open it with tg.training.load_trained(folder)"
+        )
     theirs = read_json(path)
     kind = theirs.get("model_type")
     if kind not in list(FORMATS):

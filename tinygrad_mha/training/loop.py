@@ -48,8 +48,10 @@ def train(
         text: the text itself (str), a file (Path), or None for the built-in corpus.
         folder: where checkpoints, logs and samples are written; None writes nothing.
         resume: continue from the latest checkpoint in the folder, or start if there is none. The configuration is the
-            stored one; `changes` may only contain options of `training.resume.CHANGEABLE`.
-        tokenizer: the characters of the text unless given. It has as many tokens as the model.
+            stored one; `changes` may only contain options of `training.resume.CHANGEABLE`. The learning-rate schedule
+            depends on `steps`.
+        tokenizer: the characters of the text unless given. It has as many tokens as the model. Only these numbers are
+            compared, so pass the tokenizer of a given model: that of another text may assign other ids.
         model: the model to train, in place, with its dtype, ties, frozen tensors and generators: a `GPT`, or any
             `Module` with `loss(idx, targets)`, a Tensor with one element, and a `config` with `vocab_size` and
             `block_size`. To write samples it is also a `tinygrad_mha.decoding.LanguageModel`; else set

@@ -8,6 +8,7 @@ equal bit for bit to a run that was not interrupted.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,15 @@ def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
     generators = run.model.generators()
     try:
         numbers = state["optimizer"]["state"]
+        check_parameter_names(run, numbers)
         states = [numbers[name] | arrays.get(name, {}) for name in list_parameter_names(run)]
         run.optimizer.load_state_dict({"groups": state["optimizer"]["groups"], "state": states})
         run.batches.load_state_dict(state["data"])
         saved = [state["generators"][name] for name in generators]
         run.step = state["step"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} does not belong to this run: {error!r}") from error
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise CheckpointError(f"{checkpoint} does not belong to this run: {reason}") from error
     run.model.load(checkpoint / "model.safetensors")
     for generator, of_generator in zip(generators.values(), saved, strict=True):
         generator.bit_generator.state = of_generator
@@ -102,6 +105,25 @@ def list_parameter_names(run: Run) -> list[str]:
     """The names of the optimizer's parameters, in its order."""
     names = {id(p): name for name, p in run.model.named_parameters()}
     return [names[id(p)] for p in run.optimizer.parameters]
+
+
+def check_parameter_names(run: Run, saved: Iterable[str]) -> None:
+    """Check that the optimizer's parameters have the names in a checkpoint.
+
+    Raises:
+        ValueError: missing or unexpected names; the message gives all of them and the class of the attention.
+    """
+    names, saved = list_parameter_names(run), list(saved)
+    wrong = [f"missing {name}" for name in names if name not in saved]
+    wrong += [f"unexpected {name}" for name in saved if name not in names]
+    if wrong:
+        model = type(run.model).__name__
+        if isinstance(run.model, GPT):
+            model += f" with attention {type(run.model.h[0].attn).__name__}"
+        raise ValueError(
+            f"the saved parameters do not fit those to train of {model}: {'; '.join(wrong)}. Pass a model with the "
+            "modules and frozen parameters of the run"
+        )
 
 
 def describe_model(model: Any) -> dict[str, Any]:
@@ -141,7 +163,9 @@ def rebuild_model(checkpoint: Path, state: dict[str, Any]) -> GPT:
         model = GPT(GPTConfig.from_dict(config)).astype(*dtypes)
     except (TypeError, ValueError) as error:
         reason = f"{checkpoint} is of a model that cannot be rebuilt ({error})"
-        raise CheckpointError(f"{reason}: pass it again as model=") from error
+        raise CheckpointError(
+            f"{reason}: in Python, pass it again as model=, as in tg.training.load_trained(folder, model=...)"
+        ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in state["optimizer"]["state"]
     model.special_ids, model.generation_config = saved["special_ids"], saved["generation_config"]

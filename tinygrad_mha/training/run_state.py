@@ -76,10 +76,15 @@ class Run:
         self.config = config if model is None else adapt_config(config, model)
         self.source = text if isinstance(text, Source) else Source(text, GIVEN)
         self.tokenizer = CharTokenizer.of(self.source.text) if tokenizer is None else tokenizer
+        vocab_size = self.tokenizer.vocab_size
+        if model is not None and vocab_size != model.config.vocab_size:
+            raise ValueError(
+                f"the vocabulary has {vocab_size} tokens, that of the model {model.config.vocab_size}: pass the "
+                "tokenizer of the model as tokenizer="
+            )
         self.train_ids, self.validation_ids = (self.tokenizer.encode(part) for part in split_text(self.source.text))
         self.batches = self._make_batches("training", self.train_ids, DATA)
         self._make_batches("validation", self.validation_ids, EVALUATION)  # raises if it is too short
-        vocab_size = self.tokenizer.vocab_size
         self.model: GPT = GPT(config.make_model_config(vocab_size), config.seed) if model is None else model
         self.optimizer = AdamW(
             decay_groups(self.model, config.weight_decay), lr=config.lr(0), betas=config.betas, weight_decay=0.0
@@ -94,12 +99,7 @@ class Run:
         self.samples = CsvLog(self.folder and self.folder / "samples.csv", SAMPLES)
 
     def _check_model(self) -> None:
-        """Check that the model fits the tokenizer, and try what training and sampling call."""
-        ours, theirs = self.tokenizer.vocab_size, self.model.config.vocab_size
-        if ours != theirs:
-            raise ValueError(
-                f"the vocabulary has {ours} tokens, that of the model {theirs}: pass the tokenizer of the model"
-            )
+        """Try what training and sampling call."""
         idx = self.train_ids[None, : self.config.block_size + 1]
         try:
             with self.model.evaluating(), no_grad():
