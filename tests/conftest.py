@@ -36,3 +36,12 @@ def reference():
     if not folder:
         pytest.skip("TINYGRAD_MHA_REFERENCE is not set: no reference data to compare with")
     return Path(folder)
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """The transformers package without network; skips where it or torch is not installed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    pytest.importorskip("torch")
+    return pytest.importorskip("transformers")

@@ -772,14 +772,6 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path):
 # Held against transformers itself
 
 
-@pytest.fixture
-def transformers(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    pytest.importorskip("torch")
-    return pytest.importorskip("transformers")
-
-
 @pytest.mark.parametrize("settings", [*FORMS, {"bias": False}])
 @pytest.mark.filterwarnings("default")
 def test_transformers_opens_what_we_save_and_gives_the_same_logits(tmp_path, transformers, settings):

@@ -57,14 +57,6 @@ def edit_arrays(folder, change):
 
 
 @pytest.fixture
-def transformers(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    pytest.importorskip("torch")
-    return pytest.importorskip("transformers")
-
-
-@pytest.fixture
 def exact(transformers, monkeypatch):
     """transformers with a Llama in float64 throughout; its own computes norms and angles in float32 always."""
     import torch
