@@ -35,8 +35,10 @@ class Node:
         residuals: what the forward returned, besides the result, for the rules.
         scope: the modules and `scope` blocks in which it was made, outermost first.
         stamp: the time at which it was made, from `tick`.
+        source: the line of the user's code that made it, "train.py:12"; None unless `check.doctor` is on.
     """
 
+    source: ClassVar[str | None] = None
     __slots__ = ("arrays", "inputs", "kwargs", "needed", "op", "residuals", "scope", "stamp")
 
     def __init__(

@@ -15,11 +15,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class State(NamedTuple):
-    """Whether gradients are on, whether nodes are recorded even if nothing needs a gradient, and the current scope."""
+    """Whether gradients are on, whether nodes are recorded even if nothing needs a gradient, and the current scope.
+
+    `observer` is None, or has `.applied(op, inputs, out)`, called after each operation on tensors, `.backward(root)`
+    and `.returned(root)`, called before and after each backward pass.
+    """
 
     grad: bool = True
     record: bool = False
     scope: tuple[Any, ...] = ()
+    observer: Any = None
 
 
 STATE: ContextVar[State] = ContextVar("tinygrad_mha", default=State())  # noqa: B039 (a State is immutable)
@@ -138,9 +143,9 @@ class scope:  # noqa: N801 (used like a function)
         self.entry = entry
 
     def __enter__(self) -> None:
-        grad, recording, self.before = STATE.get()
-        STATE.set(State(grad, recording, (*self.before, self.entry)))
+        grad, recording, self.before, observer = STATE.get()
+        STATE.set(State(grad, recording, (*self.before, self.entry), observer))
 
     def __exit__(self, *exception: object) -> None:
-        grad, recording, _ = STATE.get()
-        STATE.set(State(grad, recording, self.before))
+        grad, recording, _, observer = STATE.get()
+        STATE.set(State(grad, recording, self.before, observer))

@@ -141,12 +141,17 @@ class Tensor:
             TypeError: a `grad` that does not consist of real numbers, or an operation without a derivative rule.
             RuntimeError: an operand was written to after it had been used.
         """
+        observer = STATE.get().observer
+        if observer is not None:
+            observer.backward(self)
         if not self._needs_grad:
             raise ValueError(
                 f"backward from {self._label()}, which does not require grad: no tensor that it was made from has "
                 f"requires_grad=True, or it was made under no_grad"
             )
         engine.backward(self, self._seed(grad), leaves_only)
+        if observer is not None:
+            observer.returned(self)
 
     def _seed(self, grad: Any) -> np.ndarray:
         """The gradient that a backward starts with: `grad` checked and converted, or 1."""
@@ -487,7 +492,7 @@ NO_KEYWORDS: dict[str, Any] = {}
 
 def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any] = NO_KEYWORDS) -> Tensor:
     """Apply `op` to tensors and constants. Record a node if gradients are on and an input needs one."""
-    grad_on, recording, scope = STATE.get()
+    grad_on, recording, scope, observer = STATE.get()
     arrays: list[Any] = []
     bit, bits = 1, 0  # bit i of `bits`: input i needs a gradient
     for x in inputs:
@@ -525,6 +530,8 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
         out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, scope)
     if value.base is not None:
         _share_write_time(out, inputs)
+    if observer is not None:
+        observer.applied(op, inputs, out)
     return out
 
 
