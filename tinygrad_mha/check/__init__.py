@@ -3,8 +3,9 @@
 from tinygrad_mha.check import samples as samples
 from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.report import GradcheckError, GradcheckReport
+from tinygrad_mha.check.verdict import CheckError, Finding, Verdict
 
-__all__ = ["GradcheckError", "GradcheckReport", "gradcheck"]
+__all__ = ["CheckError", "Finding", "GradcheckError", "GradcheckReport", "Verdict", "gradcheck"]
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,164 @@
+"""The verdict of a check: what was claimed and found, as text, as data and as a table in a notebook."""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = ["CheckError", "Finding", "Status", "Verdict"]
+
+Status = Literal["passed", "failed", "does not apply"]
+
+WIDTH = 100  # columns of the text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found about one claim.
+
+    Attributes:
+        name: the short name of the claim, such as "causality" or "scale".
+        status: "passed", "failed" or "does not apply".
+        message: what was observed, or why the claim does not apply.
+        cause: of a failed one, the fault in words; "" if none is known.
+        example: of a failed one, the smallest input that shows it: a name and an array or number for each part.
+        details: figures for programs.
+    """
+
+    name: str
+    status: Status
+    message: str = ""
+    cause: str = ""
+    example: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Verdict:
+    """All findings about one subject: `print` it for a table, `.to_dict()` gives data.
+
+    Attributes:
+        subject: the name of what was checked.
+        findings: one for each claim.
+        problem: why the subject could not be run, or "".
+
+    Example:
+        >>> print(Verdict("mine", [Finding("scale", "failed", "scores are 2.6 times too large", "no 1/sqrt(d_k)")]))
+        mine: FAILED (scale)
+          FAILED  scale  scores are 2.6 times too large
+                         cause: no 1/sqrt(d_k)
+    """
+
+    subject: str
+    findings: list[Finding] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def failed(self) -> list[Finding]:
+        """The findings that failed."""
+        return [finding for finding in self.findings if finding.status == "failed"]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the subject could be run and no claim failed."""
+        return not self.problem and not self.failed
+
+    @property
+    def status(self) -> str:
+        """`passed`, `failed` or `could not be run`."""
+        return "could not be run" if self.problem else "failed" if self.failed else "passed"
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that prints this verdict: 0 passed, 1 failed, 2 could not be run."""
+        return {"passed": 0, "failed": 1, "could not be run": 2}[self.status]
+
+    def raise_if_failed(self) -> None:
+        """Raise `CheckError` unless the verdict is ok.
+
+        Example:
+            >>> Verdict("mine", [Finding("scale", "passed")]).raise_if_failed()
+        """
+        if not self.ok:
+            raise CheckError(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python data, ready for JSON: arrays are lists; nan and infinities are strings."""
+        findings = [as_plain_data(vars(finding)) for finding in self.findings]
+        facts = {"subject": self.subject, "status": self.status, "ok": self.ok, "problem": self.problem}
+        return facts | {"findings": findings}
+
+    def __str__(self) -> str:
+        names = ", ".join(finding.name for finding in self.failed)
+        lines = [f"{self.subject}: {self.status}"]
+        if self.problem:
+            lines += textwrap.wrap(self.problem, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        elif names:
+            lines = textwrap.wrap(f"{self.subject}: FAILED ({names})", WIDTH, subsequent_indent="  ")
+        statuses = [self._status_word(finding) for finding in self.findings]
+        first = max(map(len, statuses), default=0)
+        second = max((len(finding.name) for finding in self.findings), default=0)
+        for finding, status in zip(self.findings, statuses, strict=True):
+            indent = " " * (first + second + 6)
+            start = f"  {status:{first}}  {finding.name:{second}}  "
+            lines += textwrap.wrap(finding.message, WIDTH, initial_indent=start, subsequent_indent=indent) or [start]
+            if finding.cause:
+                lines += textwrap.wrap(
+                    f"cause: {finding.cause}", WIDTH, initial_indent=indent, subsequent_indent=indent
+                )
+            for name, value in finding.example.items():
+                lines.append(textwrap.indent(format_value(name, value, WIDTH - len(indent)), indent))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for finding in self.findings:
+            text = html.escape(finding.message)
+            if finding.cause:
+                text += f"<br><b>cause: {html.escape(finding.cause)}</b>"
+            if finding.example:
+                parts = "\n".join(format_value(name, value, WIDTH) for name, value in finding.example.items())
+                text += f"<pre>{html.escape(parts)}</pre>"
+            cells = (html.escape(self._status_word(finding)), html.escape(finding.name), text)
+            rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>")
+        title = f"{self.subject}: {self.status}. {self.problem}" if self.problem else f"{self.subject}: {self.status}"
+        return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
+
+    @staticmethod
+    def _status_word(finding: Finding) -> str:
+        return "FAILED" if finding.status == "failed" else finding.status
+
+
+class CheckError(AssertionError):
+    """Raised by `Verdict.raise_if_failed`; `.verdict` has the details."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(str(verdict))
+        self.verdict = verdict
+
+
+def format_value(name: str, value: Any, width: int) -> str:
+    """`name = value`; the rows of an array stand under each other."""
+    if isinstance(value, np.ndarray):
+        value = np.array2string(value, width - len(name) - 3, precision=4, suppress_small=True, separator=", ")
+    first, *rest = str(value).splitlines() or [""]
+    return "\n".join([f"{name} = {first}", *(" " * (len(name) + 3) + line for line in rest)])
+
+
+def as_plain_data(value: Any) -> Any:
+    """`value` with arrays as lists, NumPy numbers as Python's, and nan and infinities as strings."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return as_plain_data(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): as_plain_data(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain_data(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
