@@ -1,0 +1,860 @@
+"""Attentions with one fault each, and correct ones: what `tg.check.attention` is tried on.
+
+`FAULTS` and `VARIANTS` list them. A fault states what a report must say: a pattern that is found in the name or the
+cause of a failed finding. The code is what a person would write; names and styles differ on purpose.
+
+Axes: B batch, H heads, T tokens, C width, d width of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import tinygrad_mha as tg
+from tinygrad_mha import nn, ops
+
+X = ((7, 12),)  # one input x (T, C): three heads of width 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A candidate, the shapes of its inputs (none: the check makes them), and what a report says of it."""
+
+    name: str
+    make: Callable[[], Any]
+    says: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    causal: bool | None = None
+
+    def inputs(self) -> list[np.ndarray]:
+        rng = np.random.default_rng(11)
+        return [rng.standard_normal(shape) for shape in self.shapes]
+
+    def check(self) -> Any:
+        return tg.check.attention(self.make(), *self.inputs(), causal=self.causal)
+
+
+FAULTS: list[Case] = []
+VARIANTS: list[Case] = []
+
+
+def enter(into, says, shapes, causal):
+    def add(candidate):
+        make = candidate if inspect.isclass(candidate) else lambda: candidate
+        into.append(Case(candidate.__name__, make, says, shapes, causal))
+        return candidate
+
+    return add
+
+
+def fault(says, *shapes, causal=None):
+    """Enter the decorated function, or the objects that the class makes, as a fault of which a report says `says`."""
+    return enter(FAULTS, says, shapes, causal)
+
+
+def variant(*shapes, causal=None):
+    """Enter the decorated function, or the objects that the class makes, as a correct attention."""
+    return enter(VARIANTS, "", shapes, causal)
+
+
+def softmax(scores, axis=-1):
+    e = np.exp(scores - scores.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Functions of q (..., T_q, d), k (..., T_k, d), v (..., T_k, d_v) in NumPy
+
+
+@variant()
+def bidirectional(q, k, v):
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+@variant()
+def causal(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = np.einsum("...id,...jd->...ij", q, k) * q.shape[-1] ** -0.5
+    future = np.triu(np.ones((n, m), dtype=bool), k=m - n + 1)
+    return np.einsum("...ij,...jv->...iv", softmax(np.where(future, -np.inf, scores)), v)
+
+
+@variant()
+def with_a_mask(q, k, v, mask=None):
+    """mask is True where a query may attend; a query that may attend to nothing gets zeros."""
+    scores = q @ np.swapaxes(k, -1, -2) / math.sqrt(q.shape[-1])
+    if mask is None:
+        return softmax(scores) @ v
+    scores = np.where(mask, scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(-1, keepdims=True)
+    return weights / np.where(total == 0, 1, total) @ v
+
+
+@variant((4, 5, 6), (2, 5, 6), (2, 5, 7))
+def grouped_queries(q, k, v):
+    repeats = q.shape[-3] // k.shape[-3]
+    k, v = np.repeat(k, repeats, axis=-3), np.repeat(v, repeats, axis=-3)
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+@variant((3, 5, 6), (1, 7, 6), (1, 7, 11))
+def multi_query(q, k, v):
+    weights = softmax(np.einsum("...hid,...jd->...hij", q, k[..., 0, :, :]) / math.sqrt(q.shape[-1]))
+    return np.einsum("...hij,...jv->...hiv", weights, v[..., 0, :, :])
+
+
+@variant()
+def alibi(q, k, v, slope=0.25):
+    n, m = q.shape[-2], k.shape[-2]
+    distance = np.arange(m - n, m)[:, None] - np.arange(m)
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) - slope * distance
+    return softmax(np.where(distance >= 0, scores, -np.inf)) @ v
+
+
+@variant()
+def soft_capped(q, k, v, cap=20.0):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = cap * np.tanh(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) / cap)
+    return softmax(np.where(np.tri(n, m, m - n, dtype=bool), scores, -np.inf)) @ v
+
+
+@variant()
+def sink(q, k, v):
+    """One more key of score 0 without a value: softmax off by one."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    top = np.maximum(scores.max(-1, keepdims=True), 0)
+    e = np.exp(scores - top)
+    return e / (e.sum(-1, keepdims=True) + np.exp(-top)) @ v
+
+
+@variant()
+def linear_attention(q, k, v):
+    """Causal linear attention by its recurrence: the state is the sum of outer products so far."""
+    feature = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))  # noqa: E731
+    state = np.zeros((*k.shape[:-2], k.shape[-1], v.shape[-1]), q.dtype)
+    total = np.zeros((*k.shape[:-2], k.shape[-1]), q.dtype)
+    rows, offset = [], k.shape[-2] - q.shape[-2]
+    for j in range(k.shape[-2]):
+        key = feature(k[..., j, :])
+        state, total = state + key[..., :, None] * v[..., j, None, :], total + key
+        if j >= offset:
+            query = feature(q[..., j - offset, :])
+            y = (query[..., None, :] @ state)[..., 0, :]
+            rows.append(y / (query * total).sum(-1, keepdims=True))
+    return np.stack(rows, axis=-2)
+
+
+@variant()
+def windowed(q, k, v, window=3):
+    n, m = q.shape[-2], k.shape[-2]
+    back = np.arange(m - n, m)[:, None] - np.arange(m)
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(np.where((back >= 0) & (back < window), scores, -np.inf)) @ v
+
+
+@variant((5, 12), (5, 12), (5, 12))
+def split_heads_of_rows(q, k, v, n_head=3):
+    q, k, v = (np.moveaxis(z.reshape(*z.shape[:-1], n_head, -1), -2, -3) for z in (q, k, v))
+    y = softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+    y = np.moveaxis(y, -3, -2)
+    return y.reshape(*y.shape[:-2], -1)
+
+
+@fault("sign of the scores|softmax.*sign|sign.*softmax")
+def attention_with_softmin(q, k, v):
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    e = np.exp(scores.min(-1, keepdims=True) - scores)
+    return e / e.sum(-1, keepdims=True) @ v
+
+
+@fault("scale")
+def attention_without_scale(q, k, v):
+    return softmax(q @ k.swapaxes(-1, -2)) @ v
+
+
+@fault("scale")
+def attention_scaled_by_d(query, key, value):
+    d_k = query.shape[-1]
+    logits = np.einsum("...qd,...kd->...qk", query, key) / d_k
+    return np.einsum("...qk,...kv->...qv", softmax(logits), value)
+
+
+@fault("axis")
+def attention_softmax_over_queries(q, k, v):
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]), axis=-2) @ v
+
+
+@fault("(?i)(k and v|keys and values|v and k).*swapped|swapped.*(k and v|keys and values)")
+def attention_k_and_v_swapped(q, k, v):
+    return softmax(q @ v.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ k
+
+
+@fault("(?i)(q and k|queries and keys|k and q).*swapped|swapped.*(q and k|queries and keys)")
+def attention_q_and_k_swapped(q, k, v):
+    return softmax(k @ q.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+@fault("next|off by one|one too (far|many)")
+def causal_mask_sees_the_next(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(np.where(np.tri(n, m, m - n + 1, dtype=bool), scores, -np.inf)) @ v
+
+
+@fault("itself|off by one|own")
+def causal_mask_hides_itself(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    scores = np.where(np.tri(n, m, m - n - 1, dtype=bool), scores, -1e30)
+    return softmax(scores) @ v
+
+
+@fault("corner|top.left|aligned")
+def causal_mask_from_the_top_left(q, k, v):
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    past = np.tril(np.ones(scores.shape[-2:], dtype=bool))
+    return softmax(np.where(past, scores, -np.inf)) @ v
+
+
+@fault("polarity|inverted|opposite")
+def causal_mask_inverted(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    past = np.tri(n, m, m - n - 1, dtype=bool)
+    return softmax(np.where(past, -np.inf, scores)) @ v
+
+
+@fault("polarity|inverted|opposite")
+def allow_hides(q, k, v, allow=None):
+    """allow: boolean (T_q, T_k), True = may attend."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    if allow is not None:
+        scores = np.where(allow, -1e30, scores)
+    return softmax(scores) @ v
+
+
+@fault("(?i)exclu|finite|-1e4|constant")
+def masked_with_minus_1e4(q, k, v, mask=None):
+    """mask: 1 where a query may attend, 0 where not."""
+    att = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        att = att - 1e4 * (1 - mask)
+    return softmax(att) @ v
+
+
+@fault("(?i)exclu|finite|-1e9|constant")
+def causal_with_minus_1e9_added(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(scores + np.triu(np.full((n, m), -1e9), k=m - n + 1).astype(scores.dtype)) @ v
+
+
+@fault("float32")
+def attention_in_float32(q, k, v):
+    q, k = np.asarray(q, dtype=np.float32), np.asarray(k, dtype=np.float32)
+    return (softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v).astype(v.dtype)
+
+
+@fault("dtype|float64|upcast|promot")
+def attention_promoted_by_sqrt(q, k, v):
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+
+
+@fault("(?i)leak|future|later")
+def values_centred_over_time(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    mean = v.mean(axis=-2, keepdims=True)
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(np.where(np.tri(n, m, m - n, dtype=bool), scores, -np.inf)) @ (v - mean) + mean
+
+
+@fault("renormal|after the softmax|sum to 1", causal=True)
+def mask_after_softmax(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    weights = softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]))
+    return (weights * np.tri(n, m, m - n)).astype(v.dtype) @ v
+
+
+@fault("(?i)no key|all keys|fully masked|every key|nan")
+def nan_where_all_is_masked(q, k, v, mask=None):
+    """mask: boolean, True = may attend."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    with np.errstate(invalid="ignore"):
+        return softmax(scores) @ v
+
+
+@fault("overflow|largest|maximum")
+def softmax_without_maximum(q, k, v):
+    e = np.exp(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]))
+    return (e / e.sum(-1, keepdims=True)) @ v
+
+
+@fault("tile|repeat|group|order", (4, 5, 6), (2, 5, 6), (2, 5, 7))
+def grouped_queries_tiled(q, k, v):
+    repeats = q.shape[-3] // k.shape[-3]
+    front = (1,) * (k.ndim - 3)
+    k, v = np.tile(k, (*front, repeats, 1, 1)), np.tile(v, (*front, repeats, 1, 1))
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+@fault("(?i)slope|alibi|far|distance")
+def alibi_prefers_the_far(q, k, v, slope=0.25):
+    n, m = q.shape[-2], k.shape[-2]
+    distance = np.arange(m - n, m)[:, None] - np.arange(m)
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) + slope * distance
+    return softmax(np.where(distance >= 0, scores, -np.inf)) @ v
+
+
+@fault("window")
+def window_of_one_more(q, k, v, window=3):
+    n, m = q.shape[-2], k.shape[-2]
+    back = np.arange(m - n, m)[:, None] - np.arange(m)
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(np.where((back >= 0) & (back <= window), scores, -np.inf)) @ v
+
+
+@fault("reshape|transpose", (5, 12), (5, 12), (5, 12))
+def heads_split_by_reshape(q, k, v, n_head=3):
+    n, m, d = q.shape[-2], k.shape[-2], q.shape[-1] // n_head
+    qh = q.reshape(*q.shape[:-2], n_head, n, d)
+    kh, vh = (z.reshape(*z.shape[:-2], n_head, m, d) for z in (k, v))
+    y = np.moveaxis(softmax(qh @ kh.swapaxes(-1, -2) / math.sqrt(d)) @ vh, -3, -2)
+    return y.reshape(q.shape)
+
+
+@fault("order|interleav|join|concatenat", (5, 12), (5, 12), (5, 12))
+def heads_interleaved(q, k, v, n_head=3):
+    q, k, v = (np.moveaxis(z.reshape(*z.shape[:-1], n_head, -1), -2, -3) for z in (q, k, v))
+    y = softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v  # (..., H, T, d)
+    y = np.moveaxis(y, -3, -1)
+    return y.reshape(*y.shape[:-2], -1)
+
+
+@fault("average|mean", (5, 12), (5, 12), (5, 12))
+def heads_averaged(q, k, v, n_head=3):
+    q, k, v = (np.moveaxis(z.reshape(*z.shape[:-1], n_head, -1), -2, -3) for z in (q, k, v))
+    y = (softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v).mean(axis=-3)
+    return np.concatenate([y] * n_head, axis=-1)
+
+
+@fault("scale", (5, 12), (5, 12), (5, 12))
+def heads_scaled_by_the_width_of_the_model(q, k, v, n_head=3):
+    d_model = q.shape[-1]
+    q, k, v = (np.moveaxis(z.reshape(*z.shape[:-1], n_head, -1), -2, -3) for z in (q, k, v))
+    y = np.moveaxis(softmax(q @ k.swapaxes(-1, -2) / math.sqrt(d_model)) @ v, -3, -2)
+    return y.reshape(*y.shape[:-2], -1)
+
+
+@fault("residual|adds", (5, 7), (5, 7), (5, 7))
+def adds_the_query(q, k, v):
+    return q + softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Functions in ours
+
+
+@variant()
+def ours_causal(q, k, v):
+    return nn.attention(q, k, v, allow=nn.causal(q.shape[-2], k.shape[-2]))
+
+
+@variant()
+def ours_by_hand(Q, K, V):
+    S = Q @ K.mT * Q.shape[-1] ** -0.5
+    return ops.softmax(S) @ V
+
+
+@variant((5, 8), (7, 8), (7, 11))
+def ours_cross(q, k, v, key_allow=None):
+    return nn.attention(q, k, v, key_allow=key_allow)
+
+
+@variant()
+def ours_rotary(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    q, k = nn.positions.rotary(q, np.arange(m - n, m)), nn.positions.rotary(k, np.arange(m))
+    return ops.attend(q, k, v, nn.causal(n, m))
+
+
+@fault("sign of the scores|softmax.*sign|sign.*softmax")
+def ours_negated(q, k, v):
+    scores = -(q @ k.mT) / q.shape[-1] ** 0.5
+    return ops.softmax(scores) @ v
+
+
+@fault("scale")
+def ours_scaled_by_d_v(q, k, v):
+    scores = (q @ k.mT) / v.shape[-1] ** 0.5
+    return ops.softmax(scores) @ v
+
+
+@fault("(?i)gradient", causal=True)
+def ours_detached(q, k, v):
+    weights = ops.softmax(ops.where(nn.causal(q.shape[-2], k.shape[-2]), q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+    return weights.detach() @ v
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modules over x (..., T, C)
+
+
+@variant(*X)
+class PlainModule(nn.Module):
+    """Causal attention with padding and a cache, from primitives; the faults below differ from it in one place."""
+
+    n_head = 3
+
+    def __init__(self, width=12, rng=0):
+        rng = np.random.default_rng(rng)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, rng=rng) for _ in range(4))
+
+    def split(self, z):
+        z = z.reshape(*z.shape[:-1], self.n_head, -1)
+        return z.swapaxes(-2, -3)
+
+    def join(self, z):
+        z = z.swapaxes(-2, -3)
+        return z.reshape(*z.shape[:-2], -1)
+
+    def project(self, x, positions):
+        return [self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj)]
+
+    def remember(self, cache, k, v):
+        return cache.append(k, v)
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        allow = np.tri(n, m, m - n, dtype=bool)
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, None, :]
+        return ops.softmax(ops.where(allow, scores, -np.inf))
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        q, k, v = self.project(x, positions)
+        if cache is not None:
+            k, v = self.remember(cache, k, v)
+        return self.o_proj(self.join(self.weigh(q, k, key_allow) @ v))
+
+
+@variant(*X)
+class OurGPTs(nn.CausalSelfAttention):
+    def __init__(self):
+        config = nn.GPTConfig(vocab_size=5, block_size=16, n_layer=1, n_head=3, n_embd=12)
+        super().__init__(config, np.random.default_rng(0))
+
+
+@variant(*X)
+class Llamas(nn.CausalSelfAttention):
+    def __init__(self):
+        sizes = {"vocab_size": 5, "block_size": 16, "n_layer": 1, "n_head": 3, "n_embd": 12, "n_kv_head": 1}
+        config = nn.GPTConfig(**sizes, position="rotary", norm="rms", activation="swiglu", bias=False)
+        super().__init__(config, np.random.default_rng(0))
+
+
+@variant(*X, causal=False)
+class Encoder(nn.Module):
+    def __init__(self):
+        self.mha = nn.MultiHeadAttention(12, 3, rng=0)
+
+    def forward(self, x, key_allow=None):
+        return self.mha(x, key_allow=key_allow)
+
+
+class Ours(nn.Module):
+    """Our multi-head attention with an option."""
+
+    options: dict[str, Any] = {}  # noqa: RUF012
+    window = None
+
+    def __init__(self):
+        self.mha = nn.MultiHeadAttention(12, 3, rng=0, **self.options)
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        options = {} if self.window is None else {"window": self.window}
+        return self.mha(x, causal=True, cache=cache, positions=positions, key_allow=key_allow, **options)
+
+
+@variant(*X)
+class WithRelativeBias(Ours):
+    options = {"position": nn.positions.Relative(num_buckets=4, max_distance=8)}  # noqa: RUF012
+
+
+@variant(*X)
+class WithAlibi(Ours):
+    options = {"position": "alibi"}  # noqa: RUF012
+
+
+@variant(*X)
+class WithWindow(Ours):
+    window = 3
+
+
+@variant(*X)
+class WithSinks(Ours):
+    options = {"score": "sinks"}  # noqa: RUF012
+
+
+@variant(*X)
+class WithSoftCap(Ours):
+    options = {"score": nn.SoftCap(5.0)}  # noqa: RUF012
+
+
+@variant(*X)
+class WithSharedKeys(Ours):
+    options = {"n_kv_head": 1, "position": "rotary"}  # noqa: RUF012
+
+
+@variant(*X)
+class LinearRecurrence(nn.Module):
+    """phi(q) S / phi(q) z, with S and z summed over the past; reads its past again from the cache."""
+
+    def __init__(self):
+        rng = np.random.default_rng(3)
+        self.Wq, self.Wk, self.Wv = (nn.Linear(12, 12, bias=False, rng=rng) for _ in range(3))
+        self.Wo = nn.Linear(12, 12, rng=rng)
+
+    def forward(self, x, cache=None):
+        phi = lambda z: ops.sigmoid(z) + 0.1  # noqa: E731
+        q, k, v = (nn.split_heads(f(x), 3) for f in (self.Wq, self.Wk, self.Wv))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        q, k = phi(q), phi(k)
+        state, total, rows = 0.0, 0.0, []
+        for j in range(k.shape[-2]):
+            state = state + k[..., j, :, None] * v[..., j, None, :]
+            total = total + k[..., j, :]
+            i = j - (k.shape[-2] - q.shape[-2])
+            if i >= 0:
+                rows.append((q[..., i, None, :] @ state)[..., 0, :] / (q[..., i, :] * total).sum(-1, keepdims=True))
+        return self.Wo(nn.join_heads(ops.stack(rows, axis=-2)))
+
+
+@variant(*X)
+class SigmoidWeights(PlainModule):
+    def weigh(self, q, k, key_allow):
+        allow = nn.allow_past(q, k, key_allow)
+        weights = ops.sigmoid(q @ k.mT / q.shape[-1] ** 0.5)
+        weights = weights if allow is None else ops.where(allow, weights, 0.0)
+        return weights / (weights.sum(axis=-1, keepdims=True) + 1e-6)
+
+
+@fault("(?i)leak|later|future", *X)
+class AddsAMeanOverTime(PlainModule):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        return super().forward(x, cache, positions, key_allow) + 0.1 * x.mean(axis=-2, keepdims=True)
+
+
+@fault("(?i)normali|leak|later|future", *X)
+class NormalisesOverTime(PlainModule):
+    def project(self, x, positions):
+        centred = x - x.mean(axis=-2, keepdims=True)
+        spread = ((centred * centred).mean(axis=-2, keepdims=True) + 1e-5) ** 0.5
+        return super().project(centred / spread, positions)
+
+
+@fault("next|off by one", *X)
+class SeesTheNext(PlainModule):
+    def weigh(self, q, k, key_allow):
+        T, S = q.shape[-2], k.shape[-2]
+        mask = np.triu(np.ones((T, S), dtype=bool), k=S - T + 2)
+        if key_allow is not None:
+            mask = mask | ~key_allow[:, None, None, :]
+        return ops.softmax(ops.where(mask, -np.inf, q @ k.mT * q.shape[-1] ** -0.5))
+
+
+@fault("corner|top.left|aligned|offset", *X)
+class MaskFromTheTopLeft(PlainModule):
+    def weigh(self, q, k, key_allow):
+        allow = np.tril(np.ones((q.shape[-2], k.shape[-2]), dtype=bool))
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, None, :]
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("scale", *X)
+class ModuleWithoutScale(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return ops.softmax(ops.where(nn.allow_past(q, k, key_allow), q @ k.mT, -np.inf))
+
+
+@fault("scale", *X)
+class ModuleScaledByModelWidth(PlainModule):
+    def weigh(self, q, k, key_allow):
+        scores = q @ k.mT * self.q_proj.weight.shape[0] ** -0.5
+        allow = nn.allow_past(q, k, key_allow)
+        return ops.softmax(scores if allow is None else ops.where(allow, scores, -np.inf))
+
+
+@fault("axis", *X, causal=False)
+class ModuleSoftmaxOverQueries(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return ops.softmax(q @ k.mT / q.shape[-1] ** 0.5, axis=-2)
+
+
+@fault("reshape|transpose", *X)
+class SplitsByReshape(PlainModule):
+    def split(self, z):
+        return z.reshape(*z.shape[:-2], self.n_head, z.shape[-2], -1)
+
+
+@fault("reshape|transpose", *X)
+class JoinsByReshape(PlainModule):
+    def join(self, z):
+        return z.reshape(*z.shape[:-3], z.shape[-2], -1)
+
+
+@fault("average|mean", *X)
+class AveragesHeads(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.o_proj = nn.Linear(4, 12, rng=1)
+
+    def join(self, z):
+        return z.mean(axis=-3)
+
+
+class Rotated(PlainModule):
+    """Rotary positions, in the style of GPT-NeoX: the two halves of a head are rotated."""
+
+    def turn(self, z, positions, sign=1):
+        d = z.shape[-1] // 2
+        angles = positions[..., None] * 10000.0 ** (-np.arange(d) / d)
+        if angles.ndim == 3:
+            angles = angles[:, None]
+        cos, sin = np.cos(angles).astype(z.dtype), sign * np.sin(angles).astype(z.dtype)
+        a, b = z[..., :d], z[..., d:]
+        return ops.concat(a * cos - b * sin, b * cos + a * sin, axis=-1)
+
+    def project(self, x, positions):
+        q, k, v = super().project(x, positions)
+        return self.turn(q, positions), self.turn(k, positions), v
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = np.arange(start, start + x.shape[-2])
+        return super().forward(x, cache, positions, key_allow)
+
+
+variant(*X)(Rotated)
+
+
+@fault("offset|position", *X)
+class PositionsStartAgain(Rotated):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        return super().forward(x, cache, np.arange(x.shape[-2]), key_allow)
+
+
+@fault("(?i)rota|position", *X)
+class RotatesValues(Rotated):
+    def project(self, x, positions):
+        q, k, v = super().project(x, positions)
+        return q, k, self.turn(v, positions)
+
+
+@fault("(?i)rota|position|shift", *X)
+class RotatesKeysBackwards(Rotated):
+    def project(self, x, positions):
+        q, k, v = PlainModule.project(self, x, positions)
+        return self.turn(q, positions), self.turn(k, positions, sign=-1), v
+
+
+@fault("(?i)rota|position|distance", *X)
+class KeysStartAtOne(Rotated):
+    def project(self, x, positions):
+        q, k, v = PlainModule.project(self, x, positions)
+        return self.turn(q, positions), self.turn(k, positions + 1), v
+
+
+@fault("(?i)drop|newest|current|last", *X)
+class CacheWithoutTheNewest(PlainModule):
+    def remember(self, cache, k, v):
+        n = cache.length
+        all_k, all_v = cache.append(k, v)
+        return (all_k[..., :n, :], all_v[..., :n, :]) if n else (k, v)
+
+
+@fault("(?i)first|drop|trim|missing", *X)
+class CacheWithoutTheFirst(PlainModule):
+    def remember(self, cache, k, v):
+        n = cache.length
+        k, v = cache.append(k, v)
+        return (k[..., 1:, :], v[..., 1:, :]) if n else (k, v)
+
+
+@fault("(?i)stale|crop|fork|own copy", *X)
+class KeepsKeysOfItsOwn(PlainModule):
+    def remember(self, cache, k, v):
+        if cache.length == 0:
+            self.past = k, v
+        else:
+            self.past = tuple(ops.concat(old, new, axis=-2) for old, new in zip(self.past, (k, v), strict=True))
+        cache.append(k, v)
+        return self.past
+
+
+@fault("(?i)padding|key_allow", *X)
+class SeesPadding(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q, k, None)
+
+
+@fault("(?i)padding", *X)
+class SinksOnPadding(PlainModule):
+    def weigh(self, q, k, key_allow):
+        T, S = q.shape[-2], k.shape[-2]
+        past = np.tri(T, S, S - T, dtype=bool)
+        back = np.arange(S - T, S)[:, None] - np.arange(S)
+        allow = past & (back < 4)
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, None, :]
+        allow = allow | (past & (np.arange(S) < 1))  # attention sinks: the first column is always seen
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("(?i)same twice|random|determin|dropout", *X)
+class DropsInEval(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(5)
+
+    def weigh(self, q, k, key_allow):
+        weights = super().weigh(q, k, key_allow)
+        keep = self.rng.random(weights.shape) > 0.1
+        return weights * (keep / 0.9).astype(weights.dtype)
+
+
+@fault("(?i)batch", *X)
+class NormalisesOverBatch(PlainModule):
+    def project(self, x, positions):
+        if x.ndim == 3:
+            x = x - x.mean(axis=0, keepdims=True) * 0.5
+        return super().project(x, positions)
+
+
+@fault("residual", *X)
+class ResidualInside(PlainModule):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        return x + super().forward(x, cache, positions, key_allow)
+
+
+@fault("residual|adds", *X)
+class ResidualOfQueries(PlainModule):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        q, k, v = self.project(x, positions)
+        if cache is not None:
+            k, v = self.remember(cache, k, v)
+        return self.o_proj(self.join(self.weigh(q, k, key_allow) @ v + q))
+
+
+@fault("(?i)not used|unused|no gradient|without effect|does not depend", *X)
+class ForgetsTheOutputProjection(PlainModule):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        q, k, v = self.project(x, positions)
+        if cache is not None:
+            k, v = self.remember(cache, k, v)
+        return self.join(self.weigh(q, k, key_allow) @ v)
+
+
+@fault("(?i)exclu|finite|-1e4|constant", *X)
+class AddsMinus1e4(PlainModule):
+    def weigh(self, q, k, key_allow):
+        allow = nn.allow_past(q, k, key_allow)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        return ops.softmax(scores if allow is None else scores + (~allow * -1e4).astype(scores.dtype))
+
+
+@fault("window", *X)
+class WindowOfOneMore(PlainModule):
+    window = 3
+
+    def weigh(self, q, k, key_allow):
+        return ops.softmax(
+            ops.where(nn.allow_past(q, k, key_allow, self.window + 1), q @ k.mT / q.shape[-1] ** 0.5, -np.inf)
+        )
+
+
+@fault("dtype|float64|float32", *X)
+class ReturnsFloat64(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q, k, key_allow).astype(np.float64)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modules of torch, where it is installed
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+if torch is not None:
+    functional = torch.nn.functional
+
+    @variant()
+    def torch_sdpa(q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v)
+
+    @variant((2, 7, 12))
+    class NanoGPTs(torch.nn.Module):
+        """The attention of nanoGPT."""
+
+        def __init__(self, n_embd=12, n_head=3, block_size=32):
+            super().__init__()
+            torch.manual_seed(0)
+            self.c_attn = torch.nn.Linear(n_embd, 3 * n_embd)
+            self.c_proj = torch.nn.Linear(n_embd, n_embd)
+            self.n_head, self.n_embd = n_head, n_embd
+            mask = torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size)
+            self.register_buffer("bias", mask)
+
+        def heads(self, z, B, T):
+            return z.view(B, T, self.n_head, self.n_embd // self.n_head).transpose(1, 2)
+
+        def scores(self, q, k):
+            return (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+
+        def hide(self, att):
+            T = att.size(-1)
+            return att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+
+        def forward(self, x):
+            B, T, C = x.size()
+            q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+            q, k, v = self.heads(q, B, T), self.heads(k, B, T), self.heads(v, B, T)
+            att = functional.softmax(self.hide(self.scores(q, k)), dim=-1)
+            y = (att @ v).transpose(1, 2).contiguous().view(B, T, C)
+            return self.c_proj(y)
+
+    @fault("reshape|transpose", (2, 7, 12))
+    class NanoGPTSplitByView(NanoGPTs):
+        def heads(self, z, B, T):
+            return z.contiguous().view(B, self.n_head, T, self.n_embd // self.n_head)
+
+    @fault("scale", (2, 7, 12))
+    class NanoGPTWithoutScale(NanoGPTs):
+        def scores(self, q, k):
+            return q @ k.transpose(-2, -1)
+
+    @fault("next|off by one", (2, 7, 12))
+    class NanoGPTSeesTheNext(NanoGPTs):
+        def hide(self, att):
+            T = att.size(-1)
+            return att.masked_fill(torch.triu(torch.ones(T, T), diagonal=2) == 1, float("-inf"))
+
+    @fault("(?i)drop|same twice|random|determin", (2, 7, 12))
+    class NanoGPTDropsInEval(NanoGPTs):
+        def hide(self, att):
+            return functional.dropout(super().hide(att), p=0.1)  # training=True is the default of the function
