@@ -1,0 +1,221 @@
+"""Why an attention computes other numbers with a cache: each known fault is put in, and what reproduces them is named.
+
+The computation without a cache is trusted. It is repeated with keys hidden, with queries or keys of other positions, or
+with rows that should be gone, and the result is compared with the wrong rows.
+
+Axes: H heads, T tokens so far, n of them new, C width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha import ops
+from tinygrad_mha.nn import MultiHeadAttention
+from tinygrad_mha.nn.contract import call_attention, find_options
+from tinygrad_mha.nn.heads import Steps
+from tinygrad_mha.nn.module import Module
+from tinygrad_mha.tensors import Tensor
+
+__all__ = ["TOLERANCE", "Case", "compare_rows", "find_cause", "measure_size", "run_attention"]
+
+TOLERANCE = 1e-11  # relative to the largest element, in float64: sums in another order differ by about 1e-15
+UNKNOWN = "no fault that this check knows gives these numbers"
+UNKNOWN_WITHOUT_STEPS = f"{UNKNOWN}; it finds more if forward shows q, k, v and scores to edit"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an attention with a cache that returned wrong rows for one sequence.
+
+    Attributes:
+        x: the input rows of the sequence without the cache, (all T, C), those of later calls included.
+        start, stop: the tokens of this call.
+        y: what it returned, (n, C).
+        history: the input rows of all calls so far, padding and what was cropped or read by a fork included.
+        positions: those that were passed with them.
+        shown: the steps that the call showed.
+    """
+
+    attention: Module
+    x: np.ndarray
+    start: int
+    stop: int
+    y: np.ndarray
+    history: np.ndarray
+    positions: np.ndarray
+    shown: dict[str, np.ndarray]
+
+
+def run_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
+    """Call an attention of ours or of a person's own, causal."""
+    if isinstance(attention, MultiHeadAttention):
+        return attention(x, causal=True, **options)
+    return call_attention(attention, x, **options)
+
+
+def measure_size(array: np.ndarray) -> float:
+    """The largest absolute value, by which differences are divided."""
+    return float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) or 1.0
+
+
+def compare_rows(a: Any, b: Any) -> np.ndarray:
+    """The largest difference in each row, (T,), of arrays (..., T, width); infinite where only one of them is nan."""
+    a, b = np.asarray(a), np.asarray(b)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        differences = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    differences = np.where(np.isnan(differences), np.inf, differences)
+    return np.moveaxis(differences, -2, 0).reshape(differences.shape[-2], -1).max(axis=1, initial=0.0)
+
+
+def find_cause(cases: list[Case]) -> str:
+    """The first cause in CAUSES that reproduces the numbers of every case."""
+    for cause, predict in CAUSES.items():
+        if all(is_reproduced(case, predict) for case in cases):
+            return cause
+    return UNKNOWN if all("q" in case.shown for case in cases) else UNKNOWN_WITHOUT_STEPS
+
+
+def is_reproduced(case: Case, predict: Callable[[Case], Iterator[np.ndarray]]) -> bool:
+    limit = TOLERANCE * measure_size(case.y)
+    try:
+        return any(compare_rows(rows, case.y).max() <= limit for rows in predict(case))
+    except Exception:  # the attention of a user refuses what this fault needs
+        return False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The computation without a cache, with something changed
+
+
+def recompute(case: Case, x: np.ndarray | None = None, edit: Any = None, **options: Any) -> np.ndarray:
+    """The rows of the new tokens, (n, C), from the tokens so far or from other rows `x`."""
+    x = case.x[: case.stop] if x is None else x
+    options.setdefault("positions", np.arange(len(x)))
+    return run_attention(case.attention, Tensor(x), edit=edit, **options).numpy()[-len(case.y) :]
+
+
+def show_steps(case: Case, x: np.ndarray) -> dict[str, np.ndarray]:
+    """The steps of a run over the rows `x`, from position 0 on."""
+    steps = Steps()
+    run_attention(case.attention, Tensor(x), positions=np.arange(len(x)), edit=steps)
+    return {name: tensor.numpy() for name, tensor in steps.trace()._asdict().items() if tensor is not None}
+
+
+def hide_keys(case: Case, allow: np.ndarray) -> np.ndarray:
+    """The rows of the new tokens if they see only the keys that `allow` (n, T) leaves."""
+    x = case.x[: case.stop]
+    if "key_allow" in find_options(type(case.attention).forward):
+        batch = np.broadcast_to(x, (len(allow), *x.shape))  # one query of each copy is read
+        y = run_attention(case.attention, Tensor(batch), positions=np.arange(len(x)), key_allow=allow).numpy()
+        return y[range(len(allow)), range(case.start, case.stop)]
+    name = "masked" if "masked" in case.shown else "scores"
+    allow = np.concatenate([np.ones((case.start, case.stop), bool), allow])
+    return recompute(case, edit=lambda step, t: ops.where(allow, t, -np.inf) if step == name else t)
+
+
+def replace_end(new: dict[str, np.ndarray]) -> Any:
+    """An `edit` that replaces the last rows of the steps in `new`."""
+    return lambda step, t: ops.concat(t[..., : -new[step].shape[-2], :], new[step], axis=-2) if step in new else t
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The faults: what each would make of the new rows
+
+
+def put_elsewhere(case: Case, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Queries, keys or both as they are at the end of `rows`."""
+    steps = show_steps(case, rows)
+    for names in (("q",), ("k",), ("q", "k")):
+        yield recompute(case, edit=replace_end({name: steps[name][..., -len(case.y) :, :] for name in names}))
+
+
+def put_at_the_start(case: Case) -> Iterator[np.ndarray]:
+    n, start = len(case.y), case.start
+    yield recompute(case, positions=np.concatenate([np.arange(start), np.arange(n)]))
+    if {"scores", "masked"} <= case.shown.keys():  # a bias of positions: that of the first n queries, where it is known
+        whole = show_steps(case, case.x[: case.stop])
+        right, wrong = (steps["masked"] - steps["scores"] for steps in (whole, case.shown))
+        known = np.tri(n, case.stop, dtype=bool)
+        if right[np.isfinite(right)].any() and np.allclose(wrong[..., known], right[..., :n, :][..., known], TOLERANCE):
+            yield case.y
+    yield from put_elsewhere(case, case.x[start : case.stop])
+
+
+def see_only(pattern: Callable[[np.ndarray, np.ndarray, Case], np.ndarray]) -> Callable[[Case], Iterator[np.ndarray]]:
+    """Hide keys: `pattern(i, j, case)` tells for query i of the call whether it sees key j."""
+
+    def predict(case: Case) -> Iterator[np.ndarray]:
+        i, j = np.arange(len(case.y))[:, None], np.arange(case.stop)
+        yield hide_keys(case, np.broadcast_to(pattern(i, j, case), (len(case.y), case.stop)))
+
+    return predict
+
+
+def drop_one(case: Case) -> Iterator[np.ndarray]:
+    for key in range(1, case.start):
+        yield from see_only(lambda i, j, case, key=key: j != key)(case)  # type: ignore[misc]
+
+
+def see_later_keys(case: Case) -> Iterator[np.ndarray]:
+    """Each query of the call comes last, so that it sees all keys."""
+    rows = []
+    for query in range(case.start, case.stop):
+        order = np.array([j for j in range(case.stop) if j != query] + [query])
+        rows.append(recompute(case, case.x[order], positions=order)[-1])
+    yield np.array(rows)
+
+
+def see_history(case: Case) -> Iterator[np.ndarray]:
+    """Attend to all rows that the layer was ever given; or stand behind them."""
+    if len(case.history) == case.stop:
+        return
+    yield recompute(case, case.history, positions=case.positions)
+    yield recompute(case, case.history)
+    yield from put_elsewhere(case, case.history)
+
+
+def look_ahead(case: Case) -> Iterator[np.ndarray]:
+    yield recompute(case)
+
+
+def round_numbers(case: Case) -> Iterator[np.ndarray]:
+    """Round keys and values, those in the cache or all; or differ by no more than rounding does."""
+    for dtype in (np.float32, np.float16):
+        for n in (case.start, case.stop):
+
+            def round_rows(step: str, t: Tensor, dtype: Any = dtype, n: int = n) -> Tensor:
+                rounded = t[..., :n, :].astype(dtype).astype(t.dtype)
+                return ops.concat(rounded, t[..., n:, :], axis=-2) if step in ("k", "v") else t
+
+            yield recompute(case, edit=round_rows)
+    right = recompute(case)
+    if compare_rows(case.y, right).max() <= 10 * np.finfo(np.float32).eps * measure_size(right):
+        yield case.y
+
+
+CAUSES: dict[str, Callable[[Case], Iterator[np.ndarray]]] = {
+    "not causal: without a cache, tokens see later ones": look_ahead,
+    "position not offset: new tokens stand at 0, 1, ..., not after those in the cache": put_at_the_start,
+    "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i, not those up to its own": see_only(
+        lambda i, j, case: j <= i
+    ),
+    "cache not used: new tokens see only each other": see_only(lambda i, j, case: j >= case.start),
+    "a token missing: new tokens do not see their own key": see_only(lambda i, j, case: j != case.start + i),
+    "a token missing: the keys of a call are not seen in it": see_only(lambda i, j, case: j < case.start),
+    "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, case: j != 0),
+    "trimmed by one: the last token in the cache is missing": see_only(lambda i, j, case: j != case.start - 1),
+    "a token missing: one in the middle of the cache is not seen": drop_one,
+    "no causal mask with a cache: the tokens of a call see later ones in it": see_later_keys,
+    "stale": see_history,
+    "dtype: keys or values are rounded to a smaller dtype": round_numbers,
+}
+STALE = {
+    "padding": "padding seen: tokens of the padding are attended to, or counted as positions",
+    "crop": "stale after crop: the rows that crop dropped are still attended to, or counted as positions",
+    "fork": "stale after fork: the rows that the other fork read are attended to, or counted as positions",
+}
