@@ -1,20 +1,37 @@
 """`kv_cache`: a computation with a cache compared with the same computation without it.
 
-Axes: B rows of a batch, H heads, T tokens, C width.
+Axes: B rows of a batch, T tokens, n new tokens of a call, H heads, C width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha.nn import KVCache
+from tinygrad_mha.arguments import check_count
+from tinygrad_mha.check.cache_faults import NOT_OFFSET, TOLERANCE, Case, compare_rows, find_cause, run_attention
+from tinygrad_mha.check.ledger import Ledger, LedgerStep, count_work
+from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data
+from tinygrad_mha.decoding.generation import as_prompts
+from tinygrad_mha.modes import no_grad, record
+from tinygrad_mha.nn import GPT, KVCache
+from tinygrad_mha.nn.contract import GUIDE, find_options
+from tinygrad_mha.nn.heads import Steps, select_layer_cache
+from tinygrad_mha.nn.module import Module
+from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
-__all__ = ["Chunkings", "compare_chunkings", "list_chunkings"]
+__all__ = ["CacheVerdict", "Chunkings", "Divergence", "compare_chunkings", "kv_cache", "list_chunkings"]
 
-TOLERANCE = 1e-11  # relative to the largest element, in float64: the rounding of sums in another order is 1e-15
+MOST_CASES = 6  # wrong calls that a cause must explain
+
+# --------------------------------------------------------------------------------------------------------------------
+# Chunks
 
 
 class Chunkings(NamedTuple):
@@ -31,24 +48,21 @@ def list_chunkings(n: int, most: int = 64, seed: int = 0) -> list[tuple[int, ...
 
     Example:
         >>> list_chunkings(3)
-        [(3,), (1, 2), (2, 1), (1, 1, 1)]
+        [(3,), (2, 1), (1, 2), (1, 1, 1)]
     """
-    last = 2 ** (n - 1) - 1  # bit i of a code: a chunk ends after token i
-    codes: list[int] = list(range(last + 1)) if last < most else [0, last]
-    rng = np.random.default_rng(seed)
-    while len(codes) < min(most, last + 1):
-        code = sum(int(bit) << i for i, bit in enumerate(rng.integers(0, 2, n - 1)))
-        codes += [code] if code not in codes else []
-    ends = ([i + 1 for i in range(n - 1) if code >> i & 1] for code in codes)
-    return [tuple(int(size) for size in np.diff([0, *inner, n])) for inner in ends]
+    ways: Iterable[tuple[int, ...]] = itertools.product(
+        (0, 1), repeat=n - 1
+    )  # whether a chunk ends after token 0, 1, ...
+    if 2 ** (n - 1) > most:
+        drawn = np.random.default_rng(seed).integers(0, 2, (4 * most, n - 1)).tolist()
+        ways = itertools.islice(dict.fromkeys([(0,) * (n - 1), (1,) * (n - 1), *map(tuple, drawn)]), most)
+    ends = ([0, *(np.flatnonzero(way) + 1).tolist(), n] for way in ways)
+    return [tuple(b - a for a, b in itertools.pairwise(places)) for places in ends]
 
 
-def read_in_chunks(chunks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def read_in_chunks(chunks: tuple[int, ...]) -> list[tuple[int, int]]:
     """The first token of each chunk and the one after it."""
-    start = 0
-    for size in chunks:
-        yield start, start + size
-        start += size
+    return list(itertools.pairwise([0, *np.cumsum(chunks).tolist()]))
 
 
 def compare_chunkings(
@@ -78,29 +92,404 @@ def compare_chunkings(
         (16, [])
     """
     whole = np.asarray(run(0, n, None))
-    size = largest_of(whole)
     chunkings, largest = list_chunkings(n, most), 0.0
-    failed = []
+    failed: dict[tuple[int, ...], tuple[int, int, float]] = {}
     for chunks in chunkings:
-        cache, is_equal = new_cache(), True
+        cache = new_cache()
         for step, (start, stop) in enumerate(read_in_chunks(chunks)):
-            differences = compare_rows(run(start, stop, cache), whole[..., start:stop, :]) / size
+            differences = compare_rows(run(start, stop, cache), whole, slice(start, stop))
             largest = max(largest, float(differences.max()))
-            if is_equal and differences.max() > tolerance:
-                is_equal = False
-                failed.append((chunks, step, start + int(differences.argmax()), float(differences.max())))
-    return Chunkings(chunkings, len(chunkings) == 2 ** (n - 1), largest, failed)
+            if differences.max() > tolerance:
+                token = start + int(np.argmax(differences > tolerance))
+                failed.setdefault(chunks, (step, token, float(differences.max())))
+    return Chunkings(chunkings, len(chunkings) == 2 ** (n - 1), largest, [(c, *f) for c, f in failed.items()])
 
 
-def largest_of(array: np.ndarray) -> float:
-    """The largest absolute value, by which differences are divided."""
-    return float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) or 1.0
+# --------------------------------------------------------------------------------------------------------------------
+# The verdict
 
 
-def compare_rows(a: Any, b: Any) -> np.ndarray:
-    """The largest difference in each row, (T,), of arrays (..., T, width); infinite where only one of them is nan."""
-    a, b = np.asarray(a), np.asarray(b)
-    with np.errstate(invalid="ignore"):  # inf - inf
-        differences = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    differences = np.where(np.isnan(differences), np.inf, differences)
-    return np.moveaxis(differences, -2, 0).reshape(differences.shape[-2], -1).max(axis=1, initial=0.0)
+@dataclass(frozen=True)
+class Divergence:
+    """Where numbers with a cache first differ from those without it.
+
+    Attributes:
+        claim: "chunks", "padding", "crop" or "fork".
+        chunks: the number of tokens of each call up to this one.
+        step: the index of this call.
+        layer, head: None if no layer differs, or the attention shows no heads.
+        token: its index in its sequence.
+        difference: the largest in the call, relative to the largest element without a cache.
+        cause: in words.
+    """
+
+    claim: str
+    chunks: tuple[int, ...]
+    step: int
+    layer: int | None
+    head: int | None
+    token: int
+    difference: float
+    cause: str
+
+    def __str__(self) -> str:
+        places = {name: getattr(self, name) for name in ("step", "layer", "head", "token")}
+        place = ", ".join(f"{name} {index}" for name, index in places.items() if index is not None)
+        return f"{self.claim}: calls of {self.chunks} tokens, {place}: {self.difference:.1e} off. {self.cause}"
+
+
+@dataclass
+class CacheVerdict(Verdict):
+    """The verdict of `kv_cache`.
+
+    Attributes:
+        first_divergence: None if there is none.
+        differences: the largest difference of each step, layer and head, as nested lists, when the prompt is read token
+            by token; one number for a layer that shows no heads.
+        ledger: what these steps computed, reused and discarded, and what they would without a cache.
+    """
+
+    first_divergence: Divergence | None = None
+    differences: list[list[list[float]]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python data, ready for JSON."""
+        first = None if self.first_divergence is None else vars(self.first_divergence)
+        facts = {"first_divergence": first, "differences": self.differences, "ledger": self.ledger.to_dict()}
+        return super().to_dict() | as_plain_data(facts)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.ledger}"
+
+    def _repr_html_(self) -> str:
+        return f"{super()._repr_html_()}<pre>{self.ledger}</pre>"
+
+
+def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
+    """Compare a model with a cache with the same model without one, in float64, and count what the cache saves.
+
+    A copy in eval mode runs. The claims: a prompt may be read in chunks, in all 2^(T - 1) ways or a sample of them
+    ("chunks"); rows of a batch, padded in front, are as each row alone ("padding"); a cache can be cropped and
+    continued with other tokens ("crop"), and a fork and the original can both be continued ("fork"). Numbers may differ
+    by 1e-11 of the largest one. The cause of a difference is found by putting known faults into the computation without
+    a cache.
+
+    Args:
+        model: a `GPT` with any attention that takes a cache; a `MultiHeadAttention`, which is called with causal=True;
+            or an attention of your own for a GPT, by itself.
+        ids: token ids of a GPT, or rows x (T, C) of an attention: one sequence, a batch, or a list of sequences of
+            different lengths. The longest is the prompt.
+        most: the number of chunkings, if there are more than these.
+
+    Raises:
+        TypeError: another kind of model, or ids that are not integers.
+        ValueError: an attention that takes no cache, fewer than 2 tokens, or more than the context holds.
+
+    Example:
+        >>> model = tg.nn.GPT(tg.nn.GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=6))
+        >>> verdict = kv_cache(model, [3, 1, 4, 1, 5])
+        >>> verdict.ok, verdict.ledger.total.cached["K reused"]
+        (True, 20)
+    """
+    check_count(most, "most", least=2)
+    with no_grad():
+        subject = Subject(model, ids, np.float64)
+        results = [subject.examine(claim, ways) for claim, ways in subject.list_scenarios(most).items()]
+        verdict = CacheVerdict(type(model).__name__, [finding for finding, _ in results])
+        verdict.first_divergence = next((first for _, first in results if first is not None), None)
+        if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
+            verdict.differences = subject.measure_differences()
+            verdict.ledger = Subject(model, ids).count_ledger()
+    return verdict
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Calls
+
+
+class Watched(Module):
+    """An attention in its place. While `is_on`, it keeps input x, output y and the steps of its last call."""
+
+    def __init__(self, attention: Module) -> None:
+        self.attention = attention
+        self.is_on = False
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, x: Any, cache: Any = None, edit: None = None, **options: Any) -> Tensor:
+        x, steps = as_tensor(x), Steps()
+        if self.is_on and "edit" in find_options(type(self.attention).forward):
+            options["edit"] = steps
+        y = run_attention(self.attention, x, cache=select_layer_cache(cache), **options)
+        shown = {name: tensor for name, tensor in steps.trace()._asdict().items() if tensor is not None}
+        self.seen = {"x": x, **shown, "y": y}
+        return y
+
+
+class Call(NamedTuple):
+    """A call that reads the columns start .. stop - 1 of `rows`; shorter rows are padded in front."""
+
+    rows: list[np.ndarray]
+    start: int
+    stop: int
+    cache: KVCache | None = None
+
+    def pads(self) -> np.ndarray:
+        """The number of columns in front of each row."""
+        return max(map(len, self.rows)) - np.array([len(row) for row in self.rows])
+
+    def positions(self) -> np.ndarray:
+        """Those of the columns, (B, n); 0 for padding."""
+        return np.maximum(np.arange(self.start, self.stop) - self.pads()[:, None], 0)
+
+    def run(self, model: Any, **options: Any) -> Tensor:
+        """(n, width) for one row, else (B, n, width)."""
+        if len(self.rows) > 1:
+            options |= {"positions": self.positions(), "key_allow": np.arange(self.stop) >= self.pads()[:, None]}
+        longest = max(self.rows, key=len)  # padding is made of tokens, which must not be seen
+        columns = np.array([[*longest[: len(longest) - len(row)], *row] for row in self.rows])[
+            :, self.start : self.stop
+        ]
+        return model(columns if len(self.rows) > 1 else columns[0], cache=self.cache, **options)
+
+    def tokens(self) -> dict[int, tuple[slice, slice]]:
+        """For each row with tokens in this call: which columns of the call, and which tokens of the row these are."""
+        firsts = {i: (max(self.start, pad), pad) for i, pad in enumerate(self.pads().tolist()) if pad < self.stop}
+        return {
+            i: (slice(first - self.start, None), slice(first - pad, self.stop - pad))
+            for i, (first, pad) in firsts.items()
+        }
+
+
+class Compared(NamedTuple):
+    """One matrix (n, width) of a call compared with that of the computation without a cache."""
+
+    layer: int | None  # None for the result of the model
+    part: str  # "x", "heads" or "y"
+    head: int | None
+    row: int
+    token: int  # the first that differs
+    size: float  # the largest difference, relative
+
+
+Scenario = Callable[[], Iterator[Call]]
+Arrays = dict[tuple[int | None, str], np.ndarray]
+"""(B, ...) by layer, None for the model, and part: "x", "y" and the names of steps."""
+
+
+class Subject:
+    """A copy of a model in eval mode whose attentions can be watched, and the sequences that it reads."""
+
+    def __init__(self, model: Any, ids: Any, dtype: Any = None) -> None:
+        if not isinstance(model, Module) or "cache" not in find_options(type(model).forward):
+            kind = type(model).__name__
+            raise TypeError(f"kv_cache checks a GPT, or an attention whose forward takes cache; got {kind}. {GUIDE}")
+        model = (
+            copy.deepcopy(model).eval().astype(next(p.dtype for p in model.parameters()) if dtype is None else dtype)
+        )
+        self.vocab_size = model.config.vocab_size if isinstance(model, GPT) else 0
+        self.rows = as_prompts(ids, self.vocab_size) if self.vocab_size else as_sequences(ids, dtype)
+        attentions = [block.attn for block in model.h] if isinstance(model, GPT) else [model]
+        if not all("cache" in find_options(type(attention).forward) for attention in attentions):
+            raise ValueError(f"the attention of a block takes no cache, so there is nothing to compare. {GUIDE}")
+        self.watched = [Watched(attention) for attention in attentions]
+        for i, watched in enumerate(self.watched):
+            if isinstance(model, GPT):
+                model.h[i].attn = watched
+        self.model: Any = model if isinstance(model, GPT) else self.watched[0]
+        self.prompt = max(self.rows, key=len)
+        if len(self.prompt) < 2:
+            raise ValueError(f"a cache shows nothing with fewer than 2 tokens, got {len(self.prompt)}")
+        if all(len(row) == len(self.prompt) for row in self.rows):  # make a batch that needs padding
+            self.rows = [*self.rows, self.prompt[: (len(self.prompt) + 1) // 2], self.prompt[-1:]]
+        self._wholes: dict[tuple[bytes, bool], Arrays] = {}
+
+    # ------------------------------------------------------------------------------------------------------ scenarios
+
+    def list_scenarios(self, most: int) -> dict[str, list[Scenario]]:
+        """What is done with a cache, for each claim."""
+        n = len(self.prompt)
+        paddings = dict.fromkeys([(n,), (n // 2, n - n // 2), (1,) * n])
+        return {
+            "chunks": [partial(self.read, [self.prompt], chunks) for chunks in list_chunkings(n, most)],
+            "padding": [partial(self.read, self.rows, chunks) for chunks in paddings],
+            "crop": [partial(self.crop, m) for m in range(n)],
+            "fork": [partial(self.fork, m) for m in range(1, n)],
+        }
+
+    def new_cache(self) -> KVCache:
+        return KVCache(len(self.watched))
+
+    def read(self, rows: list[np.ndarray], chunks: tuple[int, ...]) -> Iterator[Call]:
+        cache = self.new_cache()
+        for start, stop in read_in_chunks(chunks):
+            yield Call(rows, start, stop, cache)
+
+    def crop(self, m: int) -> Iterator[Call]:
+        n, cache = len(self.prompt), self.new_cache()
+        yield Call([self.prompt], 0, n, cache)
+        cache.crop(m)
+        yield Call([self.change_end(m)], m, n, cache)
+
+    def fork(self, m: int) -> Iterator[Call]:
+        """The fork reads other tokens, then the original continues, then the fork."""
+        n, cache = len(self.prompt), self.new_cache()
+        yield Call([self.prompt], 0, m, cache)
+        fork, other, middle = cache.fork(), self.change_end(m), (m + n + 1) // 2
+        yield Call([other], m, middle, fork)
+        yield Call([self.prompt], m, n, cache)
+        if middle < n:
+            yield Call([other], middle, n, fork)
+
+    def change_end(self, m: int) -> np.ndarray:
+        """The prompt with other tokens from m on."""
+        end = self.prompt[m:]
+        return np.concatenate([self.prompt[:m], (end + 1) % self.vocab_size if self.vocab_size else 0.5 - end])
+
+    # ----------------------------------------------------------------------------------------------------- comparisons
+
+    def run(self, call: Call, watch: bool = False, **options: Any) -> Arrays:
+        """The result and, if watched, what each layer received, showed and returned, (B, ...)."""
+        for watched in self.watched:
+            watched.is_on = watch
+        y = self.result = call.run(self.model, **options)
+        layers = enumerate(self.watched) if watch else ()
+        found = {(i, name): tensor for i, layer in layers for name, tensor in layer.seen.items()} | {(None, "y"): y}
+        return {key: t.numpy() if len(call.rows) > 1 else t.numpy()[None] for key, t in found.items()}
+
+    def whole(self, row: np.ndarray, watch: bool) -> Arrays:
+        """The same for a row without a cache."""
+        key = row.tobytes(), watch
+        if key not in self._wholes:
+            self._wholes[key] = self.run(Call([row], 0, len(row)), watch)
+        return self._wholes[key]
+
+    def compare(self, call: Call, now: Arrays) -> Iterator[Compared]:
+        """Compare what `run` returned for a call, in the order of the computation."""
+        for i, (columns, tokens) in call.tokens().items():
+            right = self.whole(call.rows[i], len(now) > 1)
+            for (layer, part), array in now.items():
+                if part not in ("x", "heads", "y"):
+                    continue
+                a, b = array[i][..., columns, :], right[layer, part][0]
+                heads = [(None, a, b)] if a.ndim == 2 else zip(itertools.count(), a, b)
+                for head, rows, whole in heads:
+                    differences = compare_rows(rows, whole, tokens)
+                    token = tokens.start + int(np.argmax(differences > TOLERANCE))
+                    yield Compared(layer, part, head, i, token, float(differences.max()))
+
+    def examine(self, claim: str, scenarios: list[Scenario]) -> tuple[Finding, Divergence | None]:
+        """Compare every call of every scenario with the computation without a cache."""
+        if claim == "padding" and not all("key_allow" in find_options(type(w.attention).forward) for w in self.watched):
+            return Finding(
+                claim, "does not apply", "an attention takes no key_allow, so that rows cannot be padded"
+            ), None
+        self.whole(self.prompt, False)  # raises errors that have nothing to do with a cache
+        largest, failed, step = 0.0, [], 0
+        try:
+            for scenario in scenarios:
+                for step, call in enumerate(scenario()):
+                    size = max(compared.size for compared in self.compare(call, self.run(call)))
+                    largest = max(largest, size)
+                    if size > TOLERANCE:
+                        failed.append((call.stop, step, scenario))
+                        break
+        except Exception as error:
+            cause = f"a call with a cache fails: {type(error).__name__}: {error}"
+            return Finding(claim, "failed", cause), Divergence(claim, (), step, None, None, 0, np.inf, cause)
+        possible = 2 ** (len(self.prompt) - 1) if claim == "chunks" else len(scenarios)
+        ways = f"all {possible} ways" if possible == len(scenarios) else f"{len(scenarios)} of {possible} ways"
+        message = f"{ways}: largest difference {largest:.1e}, tolerance {TOLERANCE:.0e}"
+        if not failed:
+            return Finding(claim, "passed", message), None
+        first = self.locate(claim, sorted(failed, key=lambda failure: failure[:2]))
+        example = {name: value for name, value in vars(first).items() if name not in ("claim", "cause")}
+        return Finding(claim, "failed", f"{message}; {len(failed)} differ", first.cause, example), first
+
+    def locate(self, claim: str, failed: list[tuple[int, int, Scenario]]) -> Divergence:
+        """The first difference of the shortest scenario, with the cause that explains several of them."""
+        traces = [self.trace(step, scenario) for _, step, scenario in failed[: 4 * MOST_CASES]]
+        calls, _, first = traces[0]
+        cause = self.explain_place(*traces[0])
+        if not cause:
+            cases: dict[tuple[int, int], Case] = {}
+            for trace in traces:
+                if trace[2].layer == first.layer and trace[2].part == first.part:
+                    case = self.make_case(*trace)
+                    cases.setdefault((case.start, case.stop), case)
+            cause = find_cause(list(cases.values())[:MOST_CASES], claim)
+        chunks = tuple(call.stop - call.start for call in calls)
+        return Divergence(claim, chunks, len(calls) - 1, first.layer, first.head, first.token, first.size, cause)
+
+    def trace(self, step: int, scenario: Scenario) -> tuple[list[Call], list[Arrays], Compared]:
+        """The calls of a scenario up to the failed one, what they computed, and the first difference in it."""
+        calls, runs = [], []
+        for call in itertools.islice(scenario(), step + 1):
+            calls.append(call)
+            runs.append(self.run(call, watch=True))
+        nothing = Compared(None, "x", None, 0, calls[-1].start, 0.0)
+        return calls, runs, next((c for c in self.compare(calls[-1], runs[-1]) if c.size > TOLERANCE), nothing)
+
+    def explain_place(self, calls: list[Call], runs: list[Arrays], first: Compared) -> str:
+        """The cause if the place of the first difference tells it, else ""."""
+        if first.size == 0:
+            return "no layer differs while steps are recorded: look at what is computed without edit"
+        if first.layer is None or (first.part == "x" and first.layer > 0):
+            return "outside of attention: what follows it depends on which tokens share a call"
+        if first.part != "x":
+            return ""
+        row, (columns, tokens) = calls[-1].rows[first.row], calls[-1].tokens()[first.row]
+        alone = self.run(Call([row[tokens]], 0, tokens.stop - tokens.start), watch=True)[0, "x"][0]
+        if compare_rows(runs[-1][0, "x"][first.row][columns], alone).max() <= TOLERANCE:
+            return NOT_OFFSET
+        return "before attention: the vectors of tokens or positions differ"
+
+    def make_case(self, calls: list[Call], runs: list[Arrays], wrong: Compared) -> Case:
+        """What the attention of the wrong layer was given and returned."""
+        layer, row = wrong.layer, wrong.row
+        assert layer is not None
+        columns, tokens = calls[-1].tokens()[row]
+        shown = {part: array[row][..., columns, :] for (i, part), array in runs[-1].items() if i == layer}
+        return Case(
+            self.watched[layer].attention,
+            self.whole(calls[-1].rows[row], True)[layer, "x"][0],
+            tokens.start,
+            tokens.stop,
+            shown["y"],
+            np.concatenate([run[layer, "x"][row] for run in runs]),
+            np.concatenate([call.positions()[row] for call in calls]),
+            shown,
+        )
+
+    def measure_differences(self) -> list[list[list[float]]]:
+        """The largest difference of each call, layer and head, token by token."""
+        steps = []
+        for call in self.read([self.prompt], (1,) * len(self.prompt)):
+            found = list(self.compare(call, self.run(call, watch=True)))
+            layers = [[c for c in found if c.layer == i and c.part != "x"] for i in range(len(self.watched))]
+            steps.append([[c.size for c in layer if c.head is not None] or [layer[-1].size] for layer in layers])
+        return steps
+
+    def count_ledger(self) -> Ledger:
+        """Read the prompt token by token with a cache and without one, as `generate` does, and count."""
+        ledger, cache = Ledger(), self.new_cache()
+        options = {"last_only": True} if self.vocab_size else {}
+        with record():
+            for t in range(len(self.prompt)):
+                works = []
+                for call in (Call([self.prompt], t, t + 1, cache), Call([self.prompt], 0, t + 1)):
+                    self.run(call, watch=True, **options)
+                    seen = [watched.seen for watched in self.watched]
+                    works.append(count_work(self.result, seen, 0 if call.cache is None else 1))
+                ledger.steps.append(LedgerStep(*works))
+        return ledger
+
+
+def as_sequences(x: Any, dtype: Any) -> list[np.ndarray]:
+    """The sequences (T, C) of an attention in `x`: one, a batch, or a list of them."""
+    x = plain(x)
+    rows = [np.asarray(plain(row)) for row in ([x] if np.ndim(x) == 2 else x)]
+    if any(row.ndim != 2 or row.dtype.kind != "f" for row in rows):
+        got = ", ".join(f"{row.shape} {row.dtype}" for row in rows)
+        raise ValueError(f"an attention takes rows x: floats (T, C), a batch of them, or a list; got {got}")
+    return [row.astype(dtype) for row in rows]
