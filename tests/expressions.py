@@ -651,6 +651,18 @@ def attention(b: Builder, name: str) -> Value:
     return b.apply(name, q, k, v, allow, bias, keep, scale=b.one_of(None, None, 0.3))
 
 
+@builds("self_attention")
+def self_attention(b: Builder, name: str) -> Value:
+    n_head, d = b.one_of(1, 2, 3), b.one_of(1, 2)
+    *batch, t, _ = b.pick(lambda shape: True, least=2).shape
+    qkv = b.shaped((*batch, t, 3 * n_head * d))
+    scores = (*batch, n_head, t, t)
+    allow = b.one_of(None, b.coin_flips(scores, 0.7), b.coin_flips(scores[-2:], 0.5), np.tri(t, dtype=bool))
+    bias = b.one_of(lambda: None, lambda: b.shaped(b.narrowed(scores)), lambda: b.constant(scores))()
+    keep = b.one_of(None, None, b.coin_flips(scores, 0.8) / 0.8)
+    return b.apply(name, qkv, allow, bias, keep, n_head=n_head)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 
 

@@ -798,6 +798,7 @@ def test_counted_multiply_adds_are_those_of_the_arrays_that_were_multiplied(
     watch(tg.ops.linear, lambda x, w, *bias: x.size * w.shape[1])
     watch(tg.ops.matmul, lambda a, b: a.size * b.shape[-1])
     watch(tg.ops.attention, lambda q, k, v, *rest: k.shape[-2] * q.size + k.shape[-2] * q[..., 0].size * v.shape[-1])
+    watch(tg.ops.self_attention, lambda qkv, *rest: 2 * qkv.size // 3 * qkv.shape[-2])
     generate(model, prompts_of([prompt])[0], new, use_cache=use_cache, on_full="slide")
     assert sum(done) == counted
 

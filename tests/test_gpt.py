@@ -288,7 +288,7 @@ def test_the_fused_path_equals_the_traced_one_in_value_and_gradient():
 
 def test_attention_is_one_fused_node_without_trace_or_edit():
     names = [t.node.op.name for t in toposort([gpt()(IDS)]) if t.node is not None]
-    assert names.count("attention") == 2
+    assert names.count("self_attention") == 2
     assert names.count("layer_norm") == 5
     assert names.count("gelu") == 2
     assert "softmax" not in names
@@ -368,7 +368,7 @@ def test_dropout_differs_between_train_and_eval_only():
 def test_dropout_acts_on_the_embedding_the_weights_and_both_parts_of_every_block():
     nodes = [t.node for t in toposort([gpt(dropout=0.3)(IDS)]) if t.node is not None]
     assert sum(node.op is ops.dropout for node in nodes) == 1 + 2 * 2
-    keeps = [node.inputs[5] for node in nodes if node.op is ops.attention]
+    keeps = [node.inputs[3] for node in nodes if node.op is ops.self_attention]
     assert [keep.shape for keep in keeps] == [(2, 3, T, T)] * 2
 
 

@@ -278,7 +278,8 @@ def test_copies_in_a_network_are_drawn_as_the_network(own_primitives, monkeypatc
         graphs = [tg.graph(loss), tg.graph(loss, depth=2), tg.graph(loss, backward=True)]
         return [describe_picture(graph, names) for graph in graphs]
 
-    names = ("softmax", "gelu", "mul", "add", "layer_norm", "attention", "linear", "take", "mask", "cross_entropy")
+    names = ("softmax", "gelu", "mul", "add", "layer_norm", "linear", "take", "mask", "cross_entropy")
+    names += ("attention", "self_attention")
     before = draw()
     for name in names:
         copy = copy_primitive(getattr(ops, name), other_name(name))
@@ -288,7 +289,7 @@ def test_copies_in_a_network_are_drawn_as_the_network(own_primitives, monkeypatc
                     monkeypatch.setattr(module, key, copy)
     assert draw() == before
     nodes = engine.toposort([gpt().loss(IDS, IDS)])
-    assert "ATTENTIOX" in {tensor.node.op.name for tensor in nodes if tensor.node}
+    assert "SELF_ATTENTIOX" in {tensor.node.op.name for tensor in nodes if tensor.node}
 
 
 def test_a_primitive_without_facts_is_drawn_as_a_call(own_primitives):

@@ -91,6 +91,11 @@ def torch_attention(q, k, v, allow=None, bias=None, keep_mask=None, *, scale):
     return (weights if keep_mask is None else weights * keep_mask) @ v
 
 
+def torch_self_attention(qkv, allow=None, bias=None, keep_mask=None, *, n_head):
+    q, k, v = (x.unflatten(-1, (n_head, -1)).transpose(-2, -3) for x in qkv.chunk(3, dim=-1))
+    return torch_attention(q, k, v, allow, bias, keep_mask, scale=None).transpose(-2, -3).flatten(-2)
+
+
 def torch_layer_norm(x, weight=None, bias=None, *, eps):
     y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
     return y if bias is None else y + bias  # torch has no second derivative for a bias without a weight
@@ -156,6 +161,7 @@ THEIRS = {
     "layer_norm": torch_layer_norm,
     "rms_norm": lambda x, weight=None, *, eps: F.rms_norm(x, x.shape[-1:], weight, eps),
     "attention": torch_attention,
+    "self_attention": torch_self_attention,
 }
 
 # --------------------------------------------------------------------------------------------------------------------

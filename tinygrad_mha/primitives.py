@@ -25,9 +25,10 @@ REGISTRY: dict[str, Primitive[..., Any]] = {}
 #     normalization: of each row to a mean, a variance, a sum     distribution: rows are positive and sum to 1
 #     movement: the same elements in another shape, order, dtype  index: a part of an array
 #     scatter: the derivative of an index                         lookup: rows of a table
+#     composite: several primitives in one node; its composition is drawn and counted in its place
 Computing = Literal["function", "elementwise", "addition", "activation", "reduction", "normalization", "distribution"]
 Arranging = Literal["choice", "mask", "movement", "index", "scatter", "join", "lookup"]
-Kind = Literal[Computing, Arranging, "product", "attention", "loss"]
+Kind = Literal[Computing, Arranging, "product", "attention", "loss", "composite"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 # What an array argument is. In pictures, a plain array in the role "operand" or "mask" is a constant in the formula; a

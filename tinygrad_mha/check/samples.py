@@ -189,6 +189,12 @@ SAMPLES = {
     "dropout": lambda rng: [((normal(rng, 2, 3, 5), rng.integers(0, 2, (3, 5)) * 2.0), {})],
     "rotate": lambda rng: [((normal(rng, 2, 3, 6),), {"angles": normal(rng, 3, 3)})],
     "attention": attention,
+    "self_attention": lambda rng: [
+        ((normal(rng, 3, 6),), {"n_head": 1}),
+        ((normal(rng, 2, 3, 12), np.tri(3, dtype=bool)), {"n_head": 2}),
+        ((normal(rng, 2, 3, 6), random_mask(rng, 2, 1, 3, 3), normal(rng, 2, 3, 3)), {"n_head": 2}),
+        ((normal(rng, 2, 3, 6), None, None, rng.integers(0, 2, (2, 3, 3)) * 2.0), {"n_head": 2}),
+    ],
 }
 
 for name, samples in SAMPLES.items():

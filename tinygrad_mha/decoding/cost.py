@@ -48,7 +48,7 @@ def count_node(y: Tensor) -> int:
         for term, shape in zip(terms, shapes, strict=True):
             lengths |= {letter: max(n, lengths.get(letter, 1)) for letter, n in zip(term, shape, strict=True)}
         return (len(arrays) - 1) * math.prod(lengths.values())
-    if op.composition is not None and op.kind in ("attention", "product", "function"):
+    if op.composition is not None and op.kind in ("attention", "composite", "product", "function"):
         with modes.no_grad(), modes.record():
             return count_multiply_adds(op.composition(Tensor(arrays[0]), *arrays[1:], **keywords))
     return 0

@@ -21,7 +21,7 @@ from tinygrad_mha.files import CheckpointError
 from tinygrad_mha.files import huggingface as hf
 from tinygrad_mha.nn.cache import KVCache
 from tinygrad_mha.nn.contract import AttentionFactory, call_attention, find_options, make_attention
-from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Masks, Projection, Steps, check_rows, split_heads
+from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Masks, Projection, Steps, check_rows
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module
@@ -203,9 +203,10 @@ class CausalSelfAttention(Module):
     def forward(self, x: Any, positions: Any = None, **options: Any) -> Tensor:
         """(T, C) or (B, T, C) -> the same shape; `options` are cache, key_allow and edit of `MultiHeadAttention`."""
         x = check_rows(x, self.d_model, positions)
-        q, k, v = ops.split(self.c_attn(x), list(self._starts()), axis=-1)
-        q, k, v = split_heads(q, self.n_head), split_heads(k, self.n_kv_head), split_heads(v, self.n_kv_head)
-        return self.c_proj(self.heads.attend(q, k, v, positions=positions, causal=True, window=self.window, **options))
+        qkv = self.c_attn(x)
+        return self.c_proj(
+            self.heads.attend_packed(qkv, positions=positions, causal=True, window=self.window, **options)
+        )
 
     def per_head(self, x: Any, positions: Any = None, key_allow: Any = None) -> Tensor:
         """The same result one head at a time, every matrix named; see `MultiHeadAttention.per_head`."""

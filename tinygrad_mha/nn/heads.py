@@ -22,6 +22,7 @@ from tinygrad_mha.nn.masks import ScoreShape, combine_masks, pad_bias, select_he
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.nn.scores import Score
+from tinygrad_mha.ops import join_heads, split_heads
 from tinygrad_mha.tensors import Tensor, as_tensor
 
 __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
@@ -95,22 +96,6 @@ def apply_edit(edit: Edit, name: str, tensor: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------------------
 # The layout of heads
-
-
-def split_heads(x: Tensor, n: int) -> Tensor:
-    """Split the columns into n heads: (..., T, n * d) -> (..., n, T, d). Head i gets columns i * d to (i + 1) * d."""
-    return swap_tokens_and_heads(ops.reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
-
-
-def join_heads(x: Tensor) -> Tensor:
-    """Put the heads side by side: (..., H, T, d) -> (..., T, H * d)."""
-    x = swap_tokens_and_heads(x)
-    return ops.reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
-
-
-def swap_tokens_and_heads(x: Tensor) -> Tensor:
-    """(..., T, H, d) -> (..., H, T, d), and back."""
-    return ops.transpose(x, axes=(*range(x.ndim - 3), -2, -3, -1))
 
 
 def repeat_heads(x: Any, times: int) -> Any:
@@ -217,6 +202,29 @@ class Heads(Module):
         q, k, v = steps("q", q), steps("k", k), steps("v", v)
         k, v = repeat_heads(k, times), repeat_heads(v, times)
         return steps("concat", join_heads(ops.attend(q, k, v, allow, bias, keep_mask, observe=steps, score=self.score)))
+
+    def attend_packed(
+        self,
+        qkv: Tensor,
+        cache: KVCache | CachedLayer | None = None,
+        positions: Any = None,
+        edit: Edit | None = None,
+        **masks: Unpack[Masks],
+    ) -> Tensor:
+        """`attend` to q, k and v that are side by side: (..., T, (H + 2 H_kv) d) -> (..., T, H d).
+
+        It is one node where nothing comes between the projections and the scores, and nobody looks at the steps.
+        """
+        n, m, n_tokens = self.n_head, self.n_kv_head, qkv.shape[-2]
+        is_rotated = type(self.position).rotate is not Position.rotate
+        if self.fused and edit is None and self.score is None and cache is None and n == m and not is_rotated:
+            score_shape: ScoreShape = (qkv.shape[0] if qkv.ndim == 3 else None, n, n_tokens, n_tokens)
+            allow, bias = self._masks(score_shape, qkv.dtype, **masks)
+            keep_mask = self.dropout.sample_mask((*qkv.shape[:-2], n, n_tokens, n_tokens), qkv.dtype)
+            return ops.self_attention(qkv, allow, bias, keep_mask, n_head=n)
+        d = qkv.shape[-1] // (n + 2 * m)
+        q, k, v = ops.split(qkv, [n * d, (n + m) * d], axis=-1)
+        return self.attend(split_heads(q, n), split_heads(k, m), split_heads(v, m), cache, positions, edit, **masks)
 
     def attend_per_head(
         self,

@@ -1,6 +1,7 @@
-"""Scaled dot-product attention, twice: `attention` is one fused primitive, `attend` the same formula step by step.
+"""Scaled dot-product attention: `attend` is the formula step by step, `attention` one fused primitive.
 
 Use `attend` to see, name or replace the scores and weights. `attention` is faster, and is tested against `attend`.
+`self_attention` is `attention` of all heads, from a matrix that holds q, k and v to one that holds the heads.
 
 Axes: T_q queries, T_k keys, d_k the width of a query and of a key, d_v the width of a value.
 """
@@ -13,12 +14,12 @@ import numpy as np
 
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_boolean
-from tinygrad_mha.ops.elementary import INFINITY, add, mask, matmul, where
+from tinygrad_mha.ops.elementary import INFINITY, X, add, mask, matmul, reshape, split, transpose, where
 from tinygrad_mha.ops.elementary import scale as multiply_by
 from tinygrad_mha.ops.network import LOWEST, dropout, softmax
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["attend", "attention"]
+__all__ = ["attend", "attention", "join_heads", "self_attention", "split_heads"]
 
 
 @primitive(
@@ -37,7 +38,7 @@ def attention_vjp(g, y, weights, scaled_q, seen_k, seen_v, q, k, v, allow, bias,
     return g_q, g_k, g_v, None, g_bias, g_keep_mask
 
 
-def attend_arrays(q, k, v, allow, bias, keep_mask, scale, out=None):
+def attend_arrays(q, k, v, allow, bias, keep_mask, scale):
     """`attend` on arrays: the result, then the residuals weights, scaled q, k and v without unattended keys.
 
     Scores and weights stand transposed, (..., T_k, T_q): NumPy reduces that axis four times faster than the last one.
@@ -49,7 +50,7 @@ def attend_arrays(q, k, v, allow, bias, keep_mask, scale, out=None):
         scores = scores + np.atleast_2d(bias).mT
     weights = softmax_over_keys(scores, None if allow is None else np.atleast_2d(allow).mT)
     kept = weights if keep_mask is None else weights * np.atleast_2d(keep_mask).mT
-    return np.matmul(kept.mT, v, out=out), weights, q, k, v
+    return np.matmul(kept.mT, v), weights, q, k, v
 
 
 def attend_arrays_vjp(g, y, weights, q, k, v, keep_mask, scale, out=(None, None, None)):
@@ -125,6 +126,57 @@ def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observ
     weights = observe("weights", softmax(masked) if score is None else score.normalize(masked))
     kept = weights if keep_mask is None else dropout(weights, keep_mask)
     return observe("heads", matmul(kept, v))
+
+
+@primitive(kind="composite", roles=("data", "mask", "operand", "operand"))
+def self_attention(qkv, allow=None, bias=None, keep_mask=None, *, n_head) -> Any:
+    """`attention` in `n_head` heads, of q, k and v side by side: (..., T, 3 H d) -> (..., T, H d), heads side by side.
+
+    `allow`, `bias` and `keep_mask` broadcast to the scores (..., H, T, T).
+    """
+    q, k, v = view_heads(qkv, 3, n_head)
+    heads, *residuals = attend_arrays(q, k, v, allow, bias, keep_mask, None)
+    return heads.swapaxes(-2, -3).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3), *residuals
+
+
+def self_attention_vjp(g, y, weights, q, k, v, qkv, allow, bias, keep_mask, *, n_head):
+    (g,), (y,) = view_heads(g, 1, n_head), view_heads(y, 1, n_head)
+    g_qkv = np.empty_like(qkv, order="C")
+    out = view_heads(g_qkv, 3, n_head)
+    *_, g_bias, g_keep_mask = attend_arrays_vjp(g, y, weights, q, k, v, keep_mask, None, out)
+    return g_qkv, None, g_bias, g_keep_mask
+
+
+self_attention.vjp_joint(self_attention_vjp)
+
+
+@self_attention.composed_of
+def attend_with_heads(qkv, allow=None, bias=None, keep_mask=None, *, n_head):
+    q, k, v = (split_heads(x, n_head) for x in split(qkv, 3, axis=-1))
+    return join_heads(attention(q, k, v, allow, bias, keep_mask))
+
+
+def view_heads(x, parts, n_head):
+    """Views (..., H, T, d) of the parts of an array (..., T, parts H d), as `split_heads` of each part."""
+    x = x.reshape(*x.shape[:-1], parts, n_head, x.shape[-1] // (parts * n_head))
+    n = x.ndim - 4
+    return x.transpose(n + 1, *range(n), n + 2, n, n + 3)
+
+
+def split_heads(x: X, n: int) -> X:
+    """Split the columns into n heads: (..., T, n * d) -> (..., n, T, d). Head i gets columns i * d to (i + 1) * d."""
+    return swap_tokens_and_heads(reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
+
+
+def join_heads(x: X) -> X:
+    """Put the heads side by side: (..., H, T, d) -> (..., T, H * d)."""
+    x = swap_tokens_and_heads(x)
+    return reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+
+
+def swap_tokens_and_heads(x: X) -> X:
+    """(..., T, H, d) -> (..., H, T, d), and back."""
+    return transpose(x, axes=(*range(x.ndim - 3), -2, -3, -1))
 
 
 def score_scale(q, scale):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -105,7 +106,8 @@ class Rule(NamedTuple):
 def record_forward(roots: Iterable[Tensor], opens: Callable[[Primitive], bool] = lambda op: False) -> Run:
     """The run that made `roots`. A fused primitive for which `opens` is true is replaced by its composition."""
     roots = list(roots)
-    values = collect(roots, opens)
+    with composites_opened(roots):
+        values = collect(roots, opens)
     return as_run(values.values(), [values[tensor_key(root)] for root in roots])
 
 
@@ -126,7 +128,6 @@ def record_backward(y: Tensor) -> Run:
             f"or draw a scalar"
         )
     seed = Tensor(np.ones_like(y.numpy()) if y.grad is None else y.grad)
-    start = engine.tick()
 
     def sweep() -> list[tuple[Tensor, Tensor]]:
         pairs = []
@@ -138,9 +139,10 @@ def record_backward(y: Tensor) -> Run:
             STATE.set(State(grad=True, record=True, scope=scope))
         return pairs
 
-    pairs = contextvars.copy_context().run(sweep)
-    roots = [y, *(gradient for _, gradient in pairs)]
-    values = collect(roots, backward_after=start)
+    with composites_opened([y]):
+        start = engine.tick()
+        pairs = contextvars.copy_context().run(sweep)
+        values = collect([y, *(gradient for _, gradient in pairs)], backward_after=start)
     for value in values.values():
         value.scope = (BACKWARD if value.backward else FORWARD, *value.scope)
     for tensor, gradient in pairs:
@@ -244,6 +246,26 @@ def is_data(op: Primitive, i: int, array: Any) -> bool:
     return op.role(i) in DATA_ROLES and not (op.role(i) == "ids" and is_range(array))
 
 
+@contextmanager
+def composites_opened(roots: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the graph of `roots` has the composition of every primitive of kind "composite", as if it had run."""
+    nodes = [(tensor, tensor.node) for tensor in engine.toposort(roots, everything=True) if tensor.node is not None]
+    composites = [(tensor, node) for tensor, node in nodes if node.op.kind == "composite"]
+    try:
+        for tensor, node in composites:
+            gradients: dict[int, Any] = {}
+            steps = run_composition(tensor, gradients)
+            for i, step in enumerate(steps, 1):
+                assert step.node is not None
+                step.grad = gradients.get(id(step))
+                step.node.stamp = node.stamp - 1 + i / len(steps)  # after the inputs and before the users of `tensor`
+            tensor.node = steps[-1].node
+        yield
+    finally:
+        for tensor, node in composites:
+            tensor.node = node
+
+
 def run_composition(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
     """Run the composition of the fused primitive that made `tensor`, on the same operands: its steps, the result last.
 
@@ -257,7 +279,8 @@ def run_composition(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
 
     def run() -> Any:
         entry = Scope(node.op.name, is_attention=node.op.kind == "attention")
-        STATE.set(State(grad=tensor.requires_grad, record=True, scope=(*node.scope, entry)))
+        scope = node.scope if node.op.kind == "composite" else (*node.scope, entry)
+        STATE.set(State(grad=tensor.requires_grad, record=True, scope=scope))
         return composition(*operands, **node.kwargs)
 
     start = engine.tick()
