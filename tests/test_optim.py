@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha.kernels import memory
 from tinygrad_mha.optim import SGD, Adam, AdamW, clip_grad_norm, decay_groups, global_norm, warmup_cosine
 
 
@@ -501,3 +502,34 @@ def test_two_hundred_steps_agree_with_torch(name, dtype, tolerance):
         torch_optimizer.step()
     for p, q in zip(params, theirs, strict=True):
         assert np.allclose(p.numpy(), q.detach().numpy(), rtol=0, atol=tolerance)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+class Library:
+    """A C library that notes the options that mallopt receives."""
+
+    def __init__(self):
+        self.options = []
+
+    def mallopt(self, option, value):
+        self.options.append((option, value))
+
+
+def test_an_optimizer_keeps_freed_memory_once(monkeypatch):
+    library = Library()
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: library)
+    memory.keep_freed_memory.cache_clear()
+    for _ in range(2):
+        SGD([tg.Tensor([1.0], requires_grad=True)], lr=0.1)
+    assert library.options == [(-1, 2**28), (-3, 2**25)]
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_without_glibc_nothing_is_set(monkeypatch, platform):
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    memory.keep_freed_memory.__wrapped__()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.arguments import check_number
+from tinygrad_mha.kernels.memory import keep_freed_memory
 from tinygrad_mha.tensors import Tensor, mark_written
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "decay_groups", "global_norm", "warmup_cosine"]
@@ -49,6 +50,7 @@ class Optimizer:
             raise ValueError(f"{_label(twice)} is in two groups; keep it in one")
         self.state: list[State] = [{} for _ in self.parameters]
         self._scratch = np.empty(0, np.uint8)
+        keep_freed_memory()
 
     @property
     def lr(self) -> float:
