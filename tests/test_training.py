@@ -825,7 +825,8 @@ def test_json_prints_one_object_per_event(capsys):
     assert err == ""
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(12))
     assert [event["step"] for event in events if event["event"] == "sample"] == [0, 5, 10, 11]
-    assert events[1]["tokens_per_second"] > 0
+    assert events[0] == {"event": "start", "step": 0, "computing": run.workers.summary}
+    assert events[2]["tokens_per_second"] > 0
     steps = [event for event in events if event["event"] == "step"]
     assert [{k: event[k] for k in row} for row, event in zip(run.log.rows, steps, strict=True)] == run.log.rows
     assert events[-1] == {"event": "end", "step": 11, "interrupted": False}

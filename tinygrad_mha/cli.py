@@ -29,6 +29,7 @@ from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import PRESETS, DivergedError, load_trained, train
 from tinygrad_mha.training.config import list_option_names
+from tinygrad_mha.training.parallel import join_ranks
 
 __all__ = ["main"]
 
@@ -102,6 +103,7 @@ def add_train(commands: Any) -> None:
     text = f"any option of the configuration: {', '.join(list_option_names())}"
     option("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
     option("--resume", action="store_true", help="continue the run in DIR, or start it")
+    option("--workers", type=int, metavar="N", help="threads that share the rows of each batch (default 1)")
     option("--quiet", action="store_true", help="print only the result")
     option("--json", action="store_true", help="print one JSON object per event")
 
@@ -111,20 +113,22 @@ def run_train(args: argparse.Namespace) -> int:
 
     The tokens are the characters of the text. With --init a trained model is trained further, with its own tokenizer.
     Ctrl-C writes a checkpoint and stops; --resume continues from the latest checkpoint in --out, bit for bit as if the
-    run had not been interrupted.
+    run had not been interrupted. Started by `mpiexec -n N`, N processes share the rows of each batch.
     """
     changes = dict(map(parse_setting, args.set))
     changes |= {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
-    resumed = args.resume and find_latest(args.out) is not None
-    config = args.config or (None if resumed or args.init else "tiny")
-    model, tokenizer = (None, None) if resumed or args.init is None else open_model(args.init)
     show = "json" if args.json else "quiet" if args.quiet else "bar"
-    given = {"resume": args.resume, "model": model, "tokenizer": tokenizer, "show": show}
-    run = train(config, args.text, args.out, **given, **changes)
-    if not args.json:
+    with join_ranks() as ranks:
+        resumed = args.resume and find_latest(args.out) is not None
+        config = args.config or (None if resumed or args.init else "tiny")
+        model, tokenizer = (None, None) if resumed or args.init is None else open_model(args.init)
+        given = {"resume": args.resume, "model": model, "tokenizer": tokenizer, "workers": args.workers, "show": show}
+        run = train(config, args.text, args.out, **given, **changes)
+    if not args.json and ranks.rank == 0:
         losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
         state = "interrupted" if run.interrupted else "finished"
         print(f"{state} at step {run.step}; validation loss {losses[-1]:.4f} (at first {losses[0]:.4f}); in {args.out}")
+        print(f"computed with {run.workers.summary}")
         print(f"next: tinygrad-mha {'train --resume --out' if run.interrupted else 'generate'} {args.out}")
     return 130 if run.interrupted else 0
 

@@ -18,6 +18,7 @@ import numpy as np
 from tinygrad_mha.data import Tokenizer
 from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.training.config import TrainConfig, preset
+from tinygrad_mha.training.parallel import join_ranks
 from tinygrad_mha.training.report import Event, Show, open_report, save_loss_plot
 from tinygrad_mha.training.resume import resume_run, save_checkpoint
 from tinygrad_mha.training.run_state import Run
@@ -34,6 +35,7 @@ def train(
     resume: bool = False,
     tokenizer: Tokenizer | None = None,
     model: Any = None,
+    workers: int | None = None,
     show: Show = "bar",
     **changes: Any,
 ) -> Run:
@@ -58,6 +60,9 @@ def train(
             `sample_interval=0`. It determines the model options of the configuration; those that are given must agree,
             but `block_size` may be smaller: the length of the windows of text. To resume, pass the same model again, in
             any state; a `GPT` of ours is rebuilt if it is left out.
+        workers: the number of threads that share the rows of each batch, one if None. Each computes with a copy of the
+            modules of the model, made once, and with BLAS on one thread. One is used where more would be slower: see
+            `training.parallel`. With dropout, another number draws other masks.
         show: "bar" (a progress bar), "json" (one JSON object per event on standard output), "quiet", or a function
             that receives every event.
 
@@ -76,26 +81,31 @@ def train(
         >>> [row["step"] for row in run.log.rows]
         [0, 1, 2, 3]
     """
-    checkpoint = find_latest(folder) if folder is not None else None
-    if checkpoint is not None and not resume:
-        raise ValueError(f"{folder} contains a run already, at {checkpoint.name}: resume it, or choose another folder")
-    if checkpoint is not None:
-        run = resume_run(checkpoint, config, text, tokenizer, model, changes)
-    else:
-        if not isinstance(config, TrainConfig):
-            config = preset(config or ("cpu" if model is None else "finetune"))
-        run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model)
-    with open_report(show, run) as report, catch_interrupt() as interruption:
-        run_steps(run, report, interruption)
-        report({"event": "end", "step": run.step, "interrupted": run.interrupted})
-    if run.folder is not None:
-        save_loss_plot(run.log.rows, run.folder / "loss.png")
-    return run
+    with join_ranks() as ranks:
+        checkpoint = ranks.bcast(find_latest(folder) if folder is not None and ranks.rank == 0 else None)
+        if checkpoint is not None and not resume:
+            raise ValueError(
+                f"{folder} contains a run already, at {checkpoint.name}: resume it, or choose another folder"
+            )
+        if checkpoint is not None:
+            run = resume_run(checkpoint, config, text, tokenizer, model, workers, changes)
+        else:
+            if not isinstance(config, TrainConfig):
+                config = preset(config or ("cpu" if model is None else "finetune"))
+            run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model, workers)
+        with open_report(show if ranks.rank == 0 else "quiet", run) as report, catch_interrupt() as interruption:
+            report({"event": "start", "step": run.step, "computing": run.workers.summary})
+            run_steps(run, report, interruption)
+            report({"event": "end", "step": run.step, "interrupted": run.interrupted})
+        if run.folder is not None:
+            save_loss_plot(run.log.rows, run.folder / "loss.png")
+        return run
 
 
 def run_steps(run: Run, report: Callable[[Event], None], interruption: threading.Event) -> None:
     """The loop: evaluate, sample, update, log, checkpoint, until the last step or an interruption."""
     config = run.config
+    samples = config.sample_interval > 0 and run.workers.comm.rank == 0
     if run.step == 0 and run.folder is not None:
         create_folder(run)
     while True:
@@ -103,7 +113,7 @@ def run_steps(run: Run, report: Callable[[Event], None], interruption: threading
         row: dict[str, Any] = {"step": run.step}
         if last or run.step % config.eval_interval == 0:
             row["validation_loss"] = run.evaluate()
-        if config.sample_interval and (last or run.step % config.sample_interval == 0):
+        if samples and (last or run.step % config.sample_interval == 0):
             sample = {"step": run.step, "text": run.sample()}
             run.samples.add(sample)
             report({"event": "sample", **sample})
@@ -119,9 +129,10 @@ def run_steps(run: Run, report: Callable[[Event], None], interruption: threading
         if last:
             return
         due = run.step % config.checkpoint_interval == 0 or run.step == config.steps
-        if run.folder is not None and (due or interruption.is_set()):
+        stop = run.workers.agree_to_stop(interruption.is_set())
+        if run.folder is not None and (due or stop):
             report({"event": "checkpoint", "step": run.step, "path": str(save_checkpoint(run))})
-        if interruption.is_set():
+        if stop:
             run.interrupted = True
             return
 

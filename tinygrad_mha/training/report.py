@@ -25,7 +25,7 @@ FORMATS = {"loss": "loss {:.4f}", "validation_loss": "validation {:.4f}", "token
 
 @contextmanager
 def open_report(show: Show, run: Run) -> Iterator[Callable[[Event], None]]:
-    """Yield the callback that receives each event: {"event": "step" | "sample" | "checkpoint" | "end", "step": n, ...}.
+    """Yield the callback that receives each event: {"event": "start" | "step" | "sample" | ..., "step": n, ...}.
 
     Raises:
         ValueError: an unknown `show`.
@@ -52,6 +52,8 @@ class Bar:
         self.shown: dict[str, str] = {}
 
     def __call__(self, event: Event) -> None:
+        if event["event"] == "start":
+            self.bar.write(f"training with {event['computing']}", file=sys.stderr)
         if event["event"] == "sample":
             self.bar.write(f"--- step {event['step']} ---\n{event['text']}", file=sys.stderr)
         for name, text in FORMATS.items():

@@ -206,6 +206,7 @@ def resume_run(
     text: str | Path | None,
     tokenizer: Tokenizer | None,
     model: Any,
+    workers: int | None,
     changes: dict[str, Any],
 ) -> Run:
     """Resume a run from a checkpoint: check that the arguments fit it, rebuild the run and restore its state.
@@ -238,9 +239,10 @@ def resume_run(
             f"{checkpoint} was trained on another text: {described['characters']} characters, SHA-256 "
             f"{described['sha256']}; now {found['characters']}, {found['sha256']}"
         )
-    run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, model)
+    run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, model, workers)
     load_checkpoint(run, checkpoint, state)
-    remove_others(checkpoint.parent, checkpoint)
+    if run.folder is not None:
+        remove_others(run.folder, checkpoint)
     return run
 
 

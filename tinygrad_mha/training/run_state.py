@@ -19,15 +19,14 @@ from tinygrad_mha.nn import GPT, GPTConfig, Module
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences
+from tinygrad_mha.training.parallel import Workers
 from tinygrad_mha.training.source import GIVEN, Source
 
-__all__ = ["DivergedError", "Run", "accumulate"]
+__all__ = ["DivergedError", "Run"]
 
 # The seed of a random generator combines the seed of the run and its purpose. The model has its own for weights and
 # dropout.
 DATA, EVALUATION, SAMPLING = 1, 2, 3
-
-IGNORED = -100  # targets that losses do not count, as `ignore_index` of `ops.cross_entropy`
 
 NEEDED = (
     "a model to train is a Module with config.vocab_size, config.block_size and loss(idx, targets), a Tensor with one "
@@ -49,8 +48,9 @@ class Run:
         config: the configuration.
         text: the text; the last tenth is for validation.
         tokenizer: the characters of the text unless given.
-        folder: where checkpoints and logs are written; None writes nothing.
+        folder: where checkpoints and logs are written, by rank 0; None writes nothing.
         model: the model to train, in place; see `train`. Unless given, a GPT is made from `config` and its seed.
+        workers: the number of threads that share a batch; see `train`.
 
     Attributes:
         model, optimizer, tokenizer, config: what is trained, and how.
@@ -58,6 +58,7 @@ class Run:
         log: one row per step; `log.rows` is a list of dicts.
         samples: the samples with their steps, as `log`.
         interrupted: whether `train` was interrupted before the last step.
+        workers: the `Workers` that compute gradients.
 
     Raises:
         ValueError: the training or validation part of the text is shorter than a block, or the model contradicts the
@@ -72,6 +73,7 @@ class Run:
         tokenizer: Tokenizer | None = None,
         folder: str | os.PathLike[str] | None = None,
         model: Any = None,
+        workers: int | None = None,
     ) -> None:
         self.config = config if model is None else adapt_config(config, model)
         self.source = text if isinstance(text, Source) else Source(text, GIVEN)
@@ -92,9 +94,10 @@ class Run:
         if model is not None:
             self._check_model()
         self.model.train().zero_grad()
+        self.workers = Workers(self.model, self.config, self.train_ids, workers)
         self.step = 0
         self.interrupted = False
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None or self.workers.comm.rank > 0 else Path(folder)
         self.log = CsvLog(self.folder and self.folder / "log.csv", LOG)
         self.samples = CsvLog(self.folder and self.folder / "samples.csv", SAMPLES)
 
@@ -124,7 +127,7 @@ class Run:
             DivergedError: loss or gradient are inf or nan; the weights are unchanged.
         """
         lr = self.optimizer.lr = self.config.lr(self.step)
-        loss = accumulate(self.model, [next(self.batches) for _ in range(self.config.accumulate)])
+        loss = self.workers.accumulate([next(self.batches) for _ in range(self.config.accumulate)])
         norm = clip_grad_norm(self.optimizer.parameters, self.config.clip or math.inf)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self.diverged(f"the loss is {loss} and the gradient norm {norm}")
@@ -137,8 +140,9 @@ class Run:
     def evaluate(self) -> float:
         """The mean validation loss in eval mode, over the same batches every time."""
         batches = self._make_batches("validation", self.validation_ids, EVALUATION)
+        drawn = [next(batches) for _ in range(self.config.eval_batches)]
         with self.model.evaluating():
-            losses = [self.model.loss(*next(batches)).item() for _ in range(self.config.eval_batches)]
+            losses = self.workers.map(lambda batch: self.model.loss(*batch).item(), drawn)
         return sum(losses) / len(losses)
 
     def sample(self) -> str:
@@ -176,19 +180,3 @@ def adapt_config(config: TrainConfig, model: Any) -> TrainConfig:
     if wrong:
         raise ValueError(f"the configuration contradicts the model, in which {wrong}. Leave these options out")
     return adapted
-
-
-def accumulate(model: Any, batches: list[tuple[np.ndarray, np.ndarray]], ignore_index: int = IGNORED) -> float:
-    """Compute the mean loss over all targets of all batches, accumulate its gradient in `.grad`, and return it.
-
-    Each batch is weighted by its number of targets that are not `ignore_index`, so six batches of ten give the result
-    of one of sixty. A value other than -100 is passed on: `model.loss(idx, targets, ignore_index=...)`.
-    """
-    options = {} if ignore_index == IGNORED else {"ignore_index": ignore_index}
-    counts = [int(np.count_nonzero(targets != ignore_index)) for _, targets in batches]
-    total, value = max(sum(counts), 1), 0.0
-    for (idx, targets), count in zip(batches, counts, strict=True):
-        loss = model.loss(idx, targets, **options) * (count / total)
-        loss.backward(leaves_only=True)
-        value += loss.item()
-    return value
