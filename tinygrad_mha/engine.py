@@ -38,7 +38,7 @@ class Node:
         source: the line of the user's code that made it, "train.py:12"; None unless `check.doctor` is on.
     """
 
-    source: ClassVar[str | None] = None
+    source: str | None = None
     __slots__ = ("arrays", "inputs", "kwargs", "needed", "op", "residuals", "scope", "stamp")
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from tinygrad_mha.check import samples as samples
 from tinygrad_mha.check.caching import CacheVerdict, kv_cache
+from tinygrad_mha.check.diagnosis import doctor
 from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.report import GradcheckError, GradcheckReport
 from tinygrad_mha.check.verdict import CheckError, Finding, Verdict
@@ -13,6 +14,7 @@ __all__ = [
     "GradcheckError",
     "GradcheckReport",
     "Verdict",
+    "doctor",
     "gradcheck",
     "kv_cache",
 ]
