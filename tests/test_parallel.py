@@ -127,32 +127,41 @@ def test_a_run_with_workers_resumes_bit_for_bit_and_with_another_number_too(tmp_
     assert small(tmp_path / "other", workers=2, resume=True).step == 11
 
 
-def test_blas_has_one_thread_meanwhile_and_as_many_as_before_afterwards():
+@pytest.mark.parametrize("workers", [1, 2])
+def test_blas_has_one_thread_while_several_workers_train_and_as_many_as_before_afterwards(workers):
     import threadpoolctl
 
     def count():
         return [int(pool["num_threads"]) for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
 
-    class Observing(Parts):
-        fails, counts = False, []
+    counts = []
+
+    def observe(event):
+        counts.append(count())
+        if event["step"] == 2:
+            raise ZeroDivisionError("mine")
+
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        before = count()
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            small(workers=workers, show=observe)
+        assert count() == before
+    assert counts[1:] == [[1] if workers > 1 else before] * (len(counts) - 1)
+
+
+def test_an_error_in_a_thread_is_raised_when_all_have_ended():
+    class Failing(Parts):
+        fails = False
 
         def loss(self, idx, targets):
-            self.counts.append(set(count()))
             if self.fails:
                 raise ZeroDivisionError("mine")
             return super().loss(idx, targets)
 
-    batch = [(np.zeros((5, 3), int), np.zeros((5, 3), int))]
-    with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        before, model = count(), Observing()
-        workers = Workers(model, FIVE, IDS, 2)
-        workers.accumulate(batch)
-        assert count() == before
-        workers.copies[1].fails = True
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            workers.accumulate(batch)
-        assert count() == before
-    assert model.counts[1:3] == [{1}, {1}]  # the first is of the loss whose multiply-adds are counted
+    workers = Workers(Failing(), FIVE, IDS, 2)
+    workers.copies[1].fails = True
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        workers.accumulate([(np.zeros((5, 3), int), np.zeros((5, 3), int))])
 
 
 def test_steps_too_small_for_threads_are_computed_in_one_and_the_run_says_so(monkeypatch):

@@ -95,7 +95,8 @@ def train(
             run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model, workers)
         with open_report(show if ranks.rank == 0 else "quiet", run) as report, catch_interrupt() as interruption:
             report({"event": "start", "step": run.step, "computing": run.workers.summary})
-            run_steps(run, report, interruption)
+            with run.workers.limit_blas():
+                run_steps(run, report, interruption)
             report({"event": "end", "step": run.step, "interrupted": run.interrupted})
         if run.folder is not None:
             save_loss_plot(run.log.rows, run.folder / "loss.png")

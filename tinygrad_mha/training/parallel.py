@@ -69,7 +69,7 @@ class Workers:
     """The threads of this process, and the ranks of an MPI launch, that share the rows of each batch.
 
     Each thread computes with a copy of the model, which has the same parameters in the same memory but gradients and
-    random generators of its own. BLAS uses one thread meanwhile.
+    random generators of its own.
 
     Args:
         model: the model to train, in train mode. On several ranks it gets the weights and generators of rank 0.
@@ -81,6 +81,8 @@ class Workers:
     Attributes:
         comm: the communicator of the ranks; `comm.rank` and `comm.size` are 0 and 1 without an MPI launch.
         threads: the number of threads.
+        limit_blas: a function that returns a context manager. Inside, BLAS uses one thread if `Workers` use several:
+            for the whole run, because the threads of BLAS wait for more work by spinning on the cores of the workers.
         summary: the kernels, workers and ranks in one line.
 
     Raises:
@@ -140,7 +142,7 @@ class Workers:
             part = [take_part(batch, first + thread, n) for batch in batches]
             return accumulate(self.copies[thread], part, n_targets=n_targets)
 
-        with self.limit_blas(), self._seed_parts(first, n):
+        with self._seed_parts(first, n):
             # Each thread in a context like the caller's, with its error states and observers.
             futures = [self.pool.submit(copy_context().run, compute, thread) for thread in range(1, self.threads)]
             try:
@@ -196,8 +198,7 @@ class Workers:
 
     def map(self, function: Callable[[Batch], T], batches: Sequence[Batch]) -> list[T]:
         """[function(batch) for batch in batches], shared among the ranks."""
-        with self.limit_blas() if self.comm.size > 1 else nullcontext():
-            ours = [function(batch) for batch in batches[self.comm.rank :: self.comm.size]]
+        ours = [function(batch) for batch in batches[self.comm.rank :: self.comm.size]]
         results = self.comm.allgather(ours)
         return [results[i % self.comm.size][i // self.comm.size] for i in range(len(batches))]
 
