@@ -2,10 +2,10 @@
 
     python benchmarks/bench_scaling.py [--rounds 3] [--json results.json] [--markdown]
 
-Every way to share a step runs in processes of its own, in turns. The medians are compared. The ranks need the extra `mpi`.
+Every way to share a step runs in processes of its own, in turns; the medians count. Ranks need the extra `mpi`.
 
-1. step: a whole training step (batch, forward, backward, clipping, AdamW) of nanoGPT's configuration for a CPU, and of a
-   model of 6 layers, 384 wide: one thread; BLAS on two; two workers; two ranks.
+1. step: a whole training step (batch, forward, backward, clipping, AdamW) of nanoGPT's configuration for a CPU, and
+   of a model of 6 layers, 384 wide: one thread; BLAS on two; two workers; two ranks.
 2. allreduce: the time of one Allreduce of one number, and of as many bytes as the gradients have.
 3. cluster: seconds per step on paper, for links of 10 and 100 Gbit/s. `--markdown` fills the numbers into scaling.md.
 """
@@ -113,7 +113,7 @@ def predict_all(results: dict[str, Any]) -> dict[str, Any]:
     """The predicted speedup by model, link and number of ranks, and the number at which a step is shortest."""
     table: dict[str, Any] = {}
     for model, ways in results.items():
-        best = min((ways[way]["step"] for way in ways if WAYS[way][0] == 1))
+        best = min(ways[way]["step"] for way in ways if WAYS[way][0] == 1)
         for link, (latency, bandwidth) in LINKS.items():
             times = {n: predict(best, ways["one thread"]["bytes"], latency, bandwidth, n) for n in range(1, 1025)}
             speedups = {n: times[1] / times[n] for n in (2, 4, 8, 16, 64)}
