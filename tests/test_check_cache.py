@@ -7,7 +7,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, ops
-from tinygrad_mha.check.caching import kv_cache
+from tinygrad_mha.check.caching import compare_chunkings, kv_cache, list_chunkings
 
 V = 11
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -267,3 +267,267 @@ def test_each_fault_is_rejected_by_name(fault, in_a_gpt):
     if "fails" not in cause:
         assert first.layer == int(in_a_gpt)
         assert first.head in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"position": "rotary", "n_kv_head": 1}, {"position": "alibi", "norm_first": False}]
+)
+def test_the_first_difference_is_the_shortest_one_in_the_first_layer_that_differs(settings):
+    """All layers have the fault; it shows first in the second token, in layer 0."""
+    model = gpt(**settings)
+    for block in model.h:
+        block.attn = MasksFromTheLeft().astype(np.float32)
+    first = kv_cache(model, PROMPT).first_divergence
+    assert (first.chunks, first.step, first.layer, first.token) == ((1, 1), 1, 0, 1)
+    assert str(first).startswith("chunks: calls of (1, 1) tokens, step 1, layer 0, head ")
+
+
+def test_differences_belong_to_the_layer_and_head_that_has_the_fault():
+    class OneHead(Own):
+        def bias(self, n, n_k):
+            return (
+                np.array([0.0, 1.0], np.float32)[:, None, None] * np.float32(n == 1) * np.arange(n_k, dtype=np.float32)
+            )
+
+    model = gpt()
+    model.h[1].attn = OneHead().astype(np.float32)
+    verdict = kv_cache(model, PROMPT)
+    differences = np.array(verdict.differences)
+    assert differences.shape == (6, 2, 2)
+    assert (differences > 1e-11).nonzero()[1:] != ()
+    assert (differences[:, 0] < 1e-13).all()
+    assert (differences[:, 1, 0] < 1e-13).all()
+    assert (differences[1:, 1, 1] > 1e-3).all()
+    first = verdict.first_divergence
+    assert (first.layer, first.head) == (1, 1)
+    assert first.cause.startswith("no fault that this check knows")
+
+
+class Plain(nn.Module):
+    """An own attention that shows no steps and takes neither padding nor positions."""
+
+    def __init__(self, config=None, rng=None):
+        self.w = [
+            tg.Tensor(np.random.default_rng(i).standard_normal((12, 12)) * 0.4, requires_grad=True) for i in range(3)
+        ]
+
+    def forward(self, x, cache=None):
+        q, k, v = (x @ w for w in self.w)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return nn.attention(q, k, v, allow=self.mask(q.shape[-2], k.shape[-2]))
+
+    def mask(self, n, n_k):
+        return nn.causal(n, n_k)
+
+
+class PlainFromTheLeft(Plain):
+    def mask(self, n, n_k):
+        return np.tri(n, n_k, dtype=bool)
+
+
+class PlainWithoutMask(Plain):
+    def mask(self, n, n_k):
+        return np.ones((n, n_k), bool) if n < n_k else nn.causal(n, n_k)
+
+
+def test_an_attention_without_steps_padding_or_heads_is_checked_per_layer():
+    model = gpt(attention=Plain)
+    verdict = kv_cache(model, PROMPT)
+    assert verdict.ok
+    assert {f.name: f.status for f in verdict.findings}["padding"] == "does not apply"
+    assert np.shape(verdict.differences) == (6, 2, 1)
+    assert verdict.ledger.total.cached["K reused"] == 0  # no step shows how many rows there are
+    assert verdict.ledger.total.cached["multiply-adds"] < verdict.ledger.total.uncached["multiply-adds"]
+    model.h[0].attn = PlainFromTheLeft().astype(np.float32)
+    first = kv_cache(model, PROMPT).first_divergence
+    assert (first.layer, first.head) == (0, None)
+    assert first.cause.endswith("it finds more if forward shows q, k, v and scores to edit")
+    model.h[0].attn = PlainWithoutMask().astype(np.float32)
+    assert kv_cache(model, PROMPT).first_divergence.cause.startswith("no causal mask with a cache")
+
+
+@pytest.mark.parametrize("wrong", ["input", "bias", "mixes"])
+def test_faults_outside_of_an_attention_module_are_named(wrong):
+    class FromTheStart(nn.Position):
+        acts_on = "input" if wrong == "input" else "attention"
+
+        def forward(self, positions, x):
+            return np.cos(np.arange(x.shape[-2])[:, None] * np.arange(x.shape[-1])).astype(x.dtype)
+
+        def bias(self, n_head, n_q, n_k, dtype):
+            distance = np.arange(n_q)[:, None] - np.arange(n_k)
+            return tg.Tensor(np.broadcast_to(-0.5 * np.abs(distance), (n_head, n_q, n_k)), dtype=dtype)
+
+    class Mixes(nn.Module):
+        def forward(self, x):
+            return x - x.mean(axis=-2, keepdims=True)
+
+    model = gpt(position="rotary" if wrong == "mixes" else FromTheStart())
+    if wrong == "mixes":
+        model.h[0].mlp = Mixes()
+    first = kv_cache(model, PROMPT).first_divergence
+    expected = "outside of attention" if wrong == "mixes" else "position not offset"
+    assert first.cause.startswith(expected), first
+    assert first.head == (0 if wrong == "bias" else None)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention modules alone, prompts, samples
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"position": "rotary", "n_kv_head": 1}, {"position": "alibi", "d_v": 5, "d_out": 7}]
+)
+def test_an_attention_alone_passes(settings, rng):
+    mha = nn.MultiHeadAttention(12, 2, d_k=4, rng=0, **settings)
+    for x in (rng.standard_normal((5, 12)), [rng.standard_normal((n, 12)) for n in (2, 5, 3)]):
+        verdict = kv_cache(mha, x)
+        assert verdict.ok, verdict
+        assert np.shape(verdict.differences) == (5, 1, 2)
+    assert kv_cache(Own(), rng.standard_normal((2, 5, 12)).astype(np.float32)).ok
+    assert kv_cache(gpt().h[0].attn, tg.Tensor(rng.standard_normal((5, 12)))).ok
+
+
+def test_prompts_of_different_lengths_are_the_rows_of_the_padded_batch():
+    class HidesLongPadding(Own):
+        def mask(self, n, n_k, key_allow, cache):
+            allow = super().mask(n, n_k, None, cache)
+            hides = key_allow is not None and (~key_allow).sum() > 4  # not the two pads of the list below
+            return allow & key_allow[:, None, None, :] if hides else allow
+
+    model = gpt()
+    model.h[0].attn = HidesLongPadding().astype(np.float32)
+    assert kv_cache(model, PROMPT).ok
+    first = kv_cache(model, [[3, 1, 4], [5, 9, 2, 6, 5]]).first_divergence
+    assert (first.claim, first.cause[:12]) == ("padding", "padding seen")
+
+
+def test_long_prompts_are_read_in_a_sample_of_chunkings():
+    assert len(list_chunkings(7)) == 64
+    sample = list_chunkings(20, most=50)
+    assert len(set(sample)) == 50
+    assert sample[:2] == [(20,), (1,) * 20]
+    assert {sum(chunks) for chunks in sample} == {20}
+    assert sample == list_chunkings(20, most=50)
+    verdict = kv_cache(gpt(block_size=20), np.arange(20) % V, most=5)
+    assert verdict.ok
+    assert "5 of 524288 ways" in str(verdict)
+
+
+def test_compare_chunkings_reports_chunks_step_and_token_of_each_failure():
+    x = np.random.default_rng(0).standard_normal((4, 3))
+
+    def run(start, stop, cache):
+        y = np.cumsum(x, axis=0)[start:stop].copy()
+        if cache is not None and stop == 4 and stop - start > 1:
+            y[-1, 1] += 1.0
+        return y
+
+    found = compare_chunkings(run, 4, new_cache=dict)
+    assert found.is_exhaustive
+    assert [f[:3] for f in found.failed] == [((4,), 0, 3), ((2, 2), 1, 3), ((1, 3), 1, 3), ((1, 1, 2), 2, 3)]
+    assert found.largest == pytest.approx(1.0 / np.abs(np.cumsum(x, axis=0)).max())
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "error", "message"),
+    [
+        (lambda: nn.Linear(3, 3), [1, 2], TypeError, "a GPT, or an attention whose forward takes cache; got Linear"),
+        (lambda: nn.Transformer(V, V, 8, 2, 1, 16, 9), [1, 2], TypeError, "got Transformer"),
+        (lambda: np.ones(3), [1, 2], TypeError, "got ndarray"),
+        (gpt, [1], ValueError, "fewer than 2 tokens, got 1"),
+        (gpt, [1.5, 2.5], TypeError, "integers"),
+        (gpt, [1, 99], IndexError, "99"),
+        (gpt, [1] * 8, ValueError, "block_size is 7"),
+        (lambda: gpt(attention=WithoutCache), [1, 2], ValueError, "takes no cache, so there is nothing to compare"),
+        (lambda: nn.MultiHeadAttention(4, 2), [1, 2], ValueError, "an attention takes rows x: floats"),
+        (lambda: nn.MultiHeadAttention(4, 2), np.ones((3, 5)), ValueError, "4"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_with_the_reason(model, ids, error, message):
+    with pytest.raises(error, match=message):
+        kv_cache(model(), ids)
+
+
+class WithoutCache(Plain):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_most_must_leave_room_for_one_chunk_and_single_tokens():
+    with pytest.raises(ValueError, match="most must be an integer of at least 2"):
+        kv_cache(gpt(), PROMPT, most=1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The ledger
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"n_kv_head": 1, "position": "rotary"},
+        {"n_layer": 3, "activation": "swiglu", "norm": "rms", "bias": False, "n_inner": 5},
+        {"score": "sinks", "window": 3},
+    ],
+    ids=str,
+)
+def test_the_ledger_equals_its_closed_forms(settings):
+    """L layers, n = 1 new token after s, T = s + n; C = H d wide, K heads of keys, F wide inside, V tokens."""
+    model = gpt(**settings)
+    config = model.config
+    L, C, H, F = config.n_layer, config.n_embd, config.n_head, config.n_inner or 4 * config.n_embd
+    d, K, size = C // H, config.n_kv_head or H, 4
+    matrices = 3 if config.activation == "swiglu" else 2
+    per_token = 2 * C * C + 2 * C * K * d + matrices * C * F  # of one layer
+    ledger = kv_cache(model, PROMPT).ledger
+    for s, step in enumerate(ledger.steps):
+        T = s + 1
+        for work, n, old, kept in ((step.cached, 1, s, 1), (step.uncached, T, 0, 0)):
+            for row in ("Q", "scores"):
+                assert (work[f"{row} computed"], work[f"{row} reused"], work[f"{row} discarded"]) == (L * n, 0, L * n)
+            for row in ("K", "V"):
+                expected = (L * n, L * old, L * (n - kept))
+                assert (work[f"{row} computed"], work[f"{row} reused"], work[f"{row} discarded"]) == expected
+            assert work["multiply-adds"] == L * (n * per_token + 2 * n * T * C) + C * V
+            assert work["bytes"] == L * size * n * (C + 2 * K * d + H * T)
+            assert work["bytes kept"] == L * size * kept * 2 * K * d
+    T, total = len(PROMPT), ledger.total
+    assert total.cached["K reused"] == total.cached["V reused"] == L * T * (T - 1) // 2
+    assert total.cached["K computed"] == L * T
+    assert total.uncached["K computed"] == total.uncached["K discarded"] == L * T * (T + 1) // 2
+    assert total.cached["multiply-adds"] == L * T * (per_token + (T + 1) * C) + T * C * V
+    squares = T * (T + 1) * (2 * T + 1) // 6
+    assert total.uncached["multiply-adds"] == L * (T * (T + 1) // 2 * per_token + 2 * squares * C) + T * C * V
+    assert total.cached["bytes kept"] == L * T * 2 * K * d * size
+
+
+def test_bytes_are_those_of_the_dtype_of_the_model_and_of_its_cache():
+    for dtype in (np.float32, np.float64):
+        model = gpt().astype(dtype)
+        cache = model.new_cache()
+        with tg.no_grad():
+            model.eval()(PROMPT, cache=cache)
+        assert kv_cache(model, PROMPT).ledger.total.cached["bytes kept"] == cache.nbytes
+
+
+def test_a_cache_that_is_not_used_shows_in_the_ledger():
+    """Counted, not derived: an attention that computes all keys again reuses none."""
+    verdict = kv_cache(ForgetsTheCache(), np.random.default_rng(0).standard_normal((5, 12)))
+    assert verdict.ledger.total.cached["K reused"] == 0
+    assert kv_cache(Own(), np.random.default_rng(0).standard_normal((5, 12))).ledger.total.cached["K reused"] == 10
+
+
+def test_the_ledger_is_text_data_and_a_table():
+    verdict = kv_cache(gpt(), PROMPT[:3])
+    lines = str(verdict.ledger).splitlines()
+    assert len(lines) == 1 + 2 * 4
+    assert lines[0].split()[:6] == ["step", "cache", "Q", "K", "V", "scores"]
+    assert lines[-2].split()[:7] == ["total", "with", "6", "6", "6", "6", "12"]
+    data = json.loads(json.dumps(verdict.to_dict()))["ledger"]
+    assert data["total"]["cached"]["K reused"] == 6
+    assert len(data["steps"]) == 3
+    assert "<table>" in verdict._repr_html_()
+    assert "multiply-adds" in verdict._repr_html_()

@@ -488,7 +488,7 @@ class Subject:
 def as_sequences(x: Any, dtype: Any) -> list[np.ndarray]:
     """The sequences (T, C) of an attention in `x`: one, a batch, or a list of them."""
     x = plain(x)
-    rows = [np.asarray(plain(row)) for row in ([x] if np.ndim(x) == 2 else x)]
+    rows = [np.asarray(plain(row)) for row in ([x] if getattr(x, "ndim", 0) == 2 else x)]
     if any(row.ndim != 2 or row.dtype.kind != "f" for row in rows):
         got = ", ".join(f"{row.shape} {row.dtype}" for row in rows)
         raise ValueError(f"an attention takes rows x: floats (T, C), a batch of them, or a list; got {got}")
