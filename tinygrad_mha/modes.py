@@ -137,15 +137,16 @@ def is_grad_enabled() -> bool:
 class scope:  # noqa: N801 (used like a function)
     """Nodes made inside have `entry` as the last part of their scope: `with scope(entry):`."""
 
-    __slots__ = ("before", "entry")
+    __slots__ = ("before", "entry", "inside")
 
     def __init__(self, entry: Any) -> None:
         self.entry = entry
 
     def __enter__(self) -> None:
-        grad, recording, self.before, observer = STATE.get()
-        STATE.set(State(grad, recording, (*self.before, self.entry), observer))
+        self.before = before = STATE.get()
+        self.inside = State(before.grad, before.record, (*before.scope, self.entry), before.observer)
+        STATE.set(self.inside)
 
     def __exit__(self, *exception: object) -> None:
-        grad, recording, _, observer = STATE.get()
-        STATE.set(State(grad, recording, self.before, observer))
+        state = STATE.get()  # another one than `inside` if a mode was entered that is still on
+        STATE.set(self.before if state is self.inside else state._replace(scope=self.before.scope))

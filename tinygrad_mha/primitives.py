@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import numpy as np
+from numpy import ndarray
 
 from tinygrad_mha.notation import Call, FormulaWriter, write_call
 
@@ -181,15 +182,19 @@ class Primitive(Generic[P, R_co]):
             keywords = {**self.defaults, **keywords}
         if len(inputs) < len(self.arguments) and not self.variadic:
             inputs = self._complete(inputs)
+        arrays: list[Any] = []
         for x in inputs:
-            apply = getattr(x, "__apply_primitive__", None)
-            if apply is not None:
-                return apply(self, inputs, keywords)
-        arrays = [as_operand(x) for x in inputs]
+            if x is not None and x.__class__ is not ndarray:  # most are arrays, and looking for the method takes time
+                apply = getattr(x, "__apply_primitive__", None)
+                if apply is not None:
+                    return apply(self, inputs, keywords)
+                x = as_operand(x)
+            arrays.append(x)
         try:
-            return self.value_and_residuals(self.forward(*arrays, **keywords))[0]
+            result = self.forward(*arrays, **keywords)
         except self.EXPLAINED as error:
             raise self.explain(error, arrays, keywords) from error
+        return result if result.__class__ is ndarray else self.value_and_residuals(result)[0]
 
     @staticmethod
     def value_and_residuals(result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:

@@ -495,18 +495,22 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
     grad_on, recording, scope, observer = STATE.get()
     arrays: list[Any] = []
     bit, bits = 1, 0  # bit i of `bits`: input i needs a gradient
+    has_constants = False
     for x in inputs:
         if isinstance(x, Tensor):
             arrays.append(x._data)
             if x._needs_grad:
                 bits |= bit
+        elif x is None:
+            arrays.append(None)
         else:
             arrays.append(as_operand(x))
+            has_constants = True
         bit += bit
     if kwargs:
         kwargs = _plain_keywords(op, kwargs)
     needed = POSITIONS[bits] if grad_on else ()
-    if (needed or recording) and bits + 1 != bit:
+    if has_constants and (needed or recording):
         _copy_constants(inputs, arrays)
     try:
         value = op.forward(*arrays, **kwargs)

@@ -511,7 +511,10 @@ def is_basic(index):
 
 
 def add_rows(out, rows, values):
-    """Set out[r] to the sum of all `values` with row r; `out` must be zeros. Sorting is much faster than np.add.at."""
+    """Set out[r] to the sum of all `values` with row r; `out` must be zeros. Sorting many is faster than np.add.at."""
+    if values.size < 1000:
+        np.add.at(out, rows, values)
+        return
     rows = np.where(rows < 0, rows + len(out), rows)
     order = np.argsort(rows, kind="stable")
     rows = rows[order]
@@ -565,13 +568,13 @@ def linear(x, weight, bias=None) -> Any:
     """x @ weight + bias: x (..., n), weight (n, m), bias (m,) -> (..., m)."""
     if np.ndim(x) < 1 or np.ndim(weight) != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError("expected x (..., n) and weight (n, m), stored (in, out)")
-    y = (merge_rows(x) @ weight).reshape(*x.shape[:-1], weight.shape[1])
+    y = product(merge_rows(x), weight).reshape(*x.shape[:-1], weight.shape[1])
     return y if bias is None else y + bias
 
 
 linear.vjps(
-    lambda g, y, x, weight, bias: (merge_rows(g) @ weight.mT).reshape(x.shape),
-    lambda g, y, x, weight, bias: merge_rows(x).mT @ merge_rows(g),
+    lambda g, y, x, weight, bias: product(merge_rows(g), weight.mT).reshape(x.shape),
+    lambda g, y, x, weight, bias: product(merge_rows(x).mT, merge_rows(g)),
     lambda g, y, x, weight, bias: g,
 )
 
