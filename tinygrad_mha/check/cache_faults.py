@@ -36,20 +36,26 @@ class Case:
     Attributes:
         x: the input rows of the sequence without the cache, (all T, C), those of later calls included.
         start, stop: the tokens of this call.
-        y: what it returned, (n, C).
         history: the input rows of all calls so far, padding and what was cropped or read by a fork included.
         positions: those that were passed with them.
-        shown: the steps that the call showed.
+        shown: what it showed in this call, and what it returned, "y" (n, C).
     """
 
     attention: Module
     x: np.ndarray
     start: int
     stop: int
-    y: np.ndarray
     history: np.ndarray
     positions: np.ndarray
     shown: dict[str, np.ndarray]
+
+    @property
+    def y(self) -> np.ndarray:
+        return self.shown["y"]
+
+
+Predict = Callable[[Case], Iterator[np.ndarray]]
+"""What a fault could make of the new rows of a case, (n, C)."""
 
 
 def run_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
@@ -85,7 +91,7 @@ def find_cause(cases: list[Case], claim: str) -> str:
     return UNKNOWN if all("q" in case.shown for case in cases) else UNKNOWN_WITHOUT_STEPS
 
 
-def is_reproduced(case: Case, predict: Callable[[Case], Iterator[np.ndarray]]) -> bool:
+def is_reproduced(case: Case, predict: Predict) -> bool:
     try:
         return any(compare_rows(rows, case.y).max() <= TOLERANCE for rows in predict(case))
     except Exception:  # this attention refuses what the fault needs
@@ -150,19 +156,19 @@ def put_at_the_start(case: Case) -> Iterator[np.ndarray]:
     yield from put_elsewhere(case, case.x[start : case.stop])
 
 
-def see_only(pattern: Callable[[np.ndarray, np.ndarray, Case], np.ndarray]) -> Callable[[Case], Iterator[np.ndarray]]:
-    """Hide keys: `pattern(i, j, case)` tells for query i of the call whether it sees key j."""
+def see_only(sees: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Predict:
+    """Hide keys: `sees(i, j, start)` tells whether query i of the call sees key j."""
 
     def predict(case: Case) -> Iterator[np.ndarray]:
         i, j = np.arange(len(case.y))[:, None], np.arange(case.stop)
-        yield hide_keys(case, np.broadcast_to(pattern(i, j, case), (len(case.y), case.stop)))
+        yield hide_keys(case, np.broadcast_to(sees(i, j, case.start), (len(case.y), case.stop)))
 
     return predict
 
 
 def drop_one(case: Case) -> Iterator[np.ndarray]:
     for key in range(1, case.start):
-        yield from see_only(lambda i, j, case, key=key: j != key)(case)  # type: ignore[misc]
+        yield from see_only(lambda i, j, start, key=key: j != key)(case)  # type: ignore[misc]
 
 
 def see_later_keys(case: Case) -> Iterator[np.ndarray]:
@@ -183,10 +189,6 @@ def see_history(case: Case) -> Iterator[np.ndarray]:
     yield from put_elsewhere(case, case.history)
 
 
-def look_ahead(case: Case) -> Iterator[np.ndarray]:
-    yield recompute(case)
-
-
 def round_numbers(case: Case) -> Iterator[np.ndarray]:
     """Round keys and values, those in the cache or all; or differ by no more than rounding does."""
     for dtype in (np.float32, np.float16):
@@ -202,17 +204,17 @@ def round_numbers(case: Case) -> Iterator[np.ndarray]:
         yield case.y
 
 
-CAUSES: dict[str, Callable[[Case], Iterator[np.ndarray]]] = {
-    "not causal: without a cache, tokens see later ones": look_ahead,
+CAUSES: dict[str, Predict] = {
+    "not causal: without a cache, tokens see later ones": lambda case: iter([recompute(case)]),
     NOT_OFFSET: put_at_the_start,
-    "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i, not those up to its own": see_only(
-        lambda i, j, case: j <= i
+    "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i only": see_only(
+        lambda i, j, start: j <= i
     ),
-    "cache not used: new tokens see only each other": see_only(lambda i, j, case: j >= case.start),
-    "a token missing: new tokens do not see their own key": see_only(lambda i, j, case: j != case.start + i),
-    "a token missing: the keys of a call are not seen in it": see_only(lambda i, j, case: j < case.start),
-    "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, case: j != 0),
-    "trimmed by one: the last token in the cache is missing": see_only(lambda i, j, case: j != case.start - 1),
+    "cache not used: new tokens see only each other": see_only(lambda i, j, start: j >= start),
+    "a token missing: new tokens do not see their own key": see_only(lambda i, j, start: j != start + i),
+    "a token missing: the keys of a call are not seen in it": see_only(lambda i, j, start: j < start),
+    "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, start: j != 0),
+    "trimmed by one: the last token in the cache is missing": see_only(lambda i, j, start: j != start - 1),
     "a token missing: one in the middle of the cache is not seen": drop_one,
     "no causal mask with a cache: the tokens of a call see later ones in it": see_later_keys,
     "stale": see_history,

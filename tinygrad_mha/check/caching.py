@@ -26,21 +26,9 @@ from tinygrad_mha.nn.heads import Steps, select_layer_cache
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
-__all__ = ["CacheVerdict", "Chunkings", "Divergence", "compare_chunkings", "kv_cache", "list_chunkings"]
+__all__ = ["CacheVerdict", "Divergence", "kv_cache", "list_chunkings"]
 
 MOST_CASES = 6  # wrong calls that a cause must explain
-
-# --------------------------------------------------------------------------------------------------------------------
-# Chunks
-
-
-class Chunkings(NamedTuple):
-    """What `compare_chunkings` found. Differences are relative to the largest element of the whole computation."""
-
-    chunkings: list[tuple[int, ...]]
-    is_exhaustive: bool  # whether these are all
-    largest: float  # the largest difference
-    failed: list[tuple[tuple[int, ...], int, int, float]]  # chunks, step and token of the first difference, its size
 
 
 def list_chunkings(n: int, most: int = 64, seed: int = 0) -> list[tuple[int, ...]]:
@@ -50,59 +38,13 @@ def list_chunkings(n: int, most: int = 64, seed: int = 0) -> list[tuple[int, ...
         >>> list_chunkings(3)
         [(3,), (2, 1), (1, 2), (1, 1, 1)]
     """
-    ways: Iterable[tuple[int, ...]] = itertools.product(
-        (0, 1), repeat=n - 1
-    )  # whether a chunk ends after token 0, 1, ...
+    # Each way says whether a chunk ends after token 0, 1, ...
+    ways: Iterable[tuple[int, ...]] = itertools.product((0, 1), repeat=n - 1)
     if 2 ** (n - 1) > most:
         drawn = np.random.default_rng(seed).integers(0, 2, (4 * most, n - 1)).tolist()
         ways = itertools.islice(dict.fromkeys([(0,) * (n - 1), (1,) * (n - 1), *map(tuple, drawn)]), most)
     ends = ([0, *(np.flatnonzero(way) + 1).tolist(), n] for way in ways)
     return [tuple(b - a for a, b in itertools.pairwise(places)) for places in ends]
-
-
-def read_in_chunks(chunks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The first token of each chunk and the one after it."""
-    return list(itertools.pairwise([0, *np.cumsum(chunks).tolist()]))
-
-
-def compare_chunkings(
-    run: Callable[[int, int, Any], Any],
-    n: int,
-    new_cache: Callable[[], Any] = KVCache,
-    most: int = 64,
-    tolerance: float = TOLERANCE,
-) -> Chunkings:
-    """Compare a computation over `n` tokens in chunks, with a cache, with the same in one call without a cache.
-
-    Args:
-        run: `run(start, stop, cache)` returns the rows of the tokens start .. stop - 1, (..., stop - start, width). The
-            cache holds the tokens before; it is None, and start 0, for the computation that the others are compared
-            with.
-        new_cache: makes an empty cache.
-        most: the number of chunkings, if there are more than these.
-        tolerance: relative; a chunking with a larger difference has failed.
-
-    Example:
-        >>> mha = tg.nn.MultiHeadAttention(4, 2, rng=0)
-        >>> x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
-        >>> with tg.no_grad():
-        ...     run = lambda start, stop, cache: mha(x[start:stop], causal=True, cache=cache).numpy()
-        ...     found = compare_chunkings(run, 5, tolerance=1e-5)
-        >>> len(found.chunkings), found.failed
-        (16, [])
-    """
-    whole = np.asarray(run(0, n, None))
-    chunkings, largest = list_chunkings(n, most), 0.0
-    failed: dict[tuple[int, ...], tuple[int, int, float]] = {}
-    for chunks in chunkings:
-        cache = new_cache()
-        for step, (start, stop) in enumerate(read_in_chunks(chunks)):
-            differences = compare_rows(run(start, stop, cache), whole, slice(start, stop))
-            largest = max(largest, float(differences.max()))
-            if differences.max() > tolerance:
-                token = start + int(np.argmax(differences > tolerance))
-                failed.setdefault(chunks, (step, token, float(differences.max())))
-    return Chunkings(chunkings, len(chunkings) == 2 ** (n - 1), largest, [(c, *f) for c, f in failed.items()])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -200,7 +142,7 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
         verdict.first_divergence = next((first for _, first in results if first is not None), None)
         if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
             verdict.differences = subject.measure_differences()
-            verdict.ledger = Subject(model, ids).count_ledger()
+            verdict.ledger = Subject(model, ids, model.parameters()[0].dtype).count_ledger()
     return verdict
 
 
@@ -247,29 +189,28 @@ class Call(NamedTuple):
         if len(self.rows) > 1:
             options |= {"positions": self.positions(), "key_allow": np.arange(self.stop) >= self.pads()[:, None]}
         longest = max(self.rows, key=len)  # padding is made of tokens, which must not be seen
-        columns = np.array([[*longest[: len(longest) - len(row)], *row] for row in self.rows])[
-            :, self.start : self.stop
-        ]
-        return model(columns if len(self.rows) > 1 else columns[0], cache=self.cache, **options)
+        rows = np.array([np.concatenate([longest[: len(longest) - len(row)], row]) for row in self.rows])
+        columns = rows[:, self.start : self.stop]
+        return model(columns if len(rows) > 1 else columns[0], cache=self.cache, **options)
 
-    def tokens(self) -> dict[int, tuple[slice, slice]]:
-        """For each row with tokens in this call: which columns of the call, and which tokens of the row these are."""
-        firsts = {i: (max(self.start, pad), pad) for i, pad in enumerate(self.pads().tolist()) if pad < self.stop}
-        return {
-            i: (slice(first - self.start, None), slice(first - pad, self.stop - pad))
-            for i, (first, pad) in firsts.items()
-        }
+    def tokens(self) -> Iterator[tuple[int, slice, slice]]:
+        """For each row with tokens in this call its index, the columns of the call and the tokens that they hold."""
+        for i, pad in enumerate(self.pads().tolist()):
+            if pad < self.stop:
+                first = max(self.start, pad)
+                yield i, slice(first - self.start, None), slice(first - pad, self.stop - pad)
 
 
 class Compared(NamedTuple):
-    """One matrix (n, width) of a call compared with that of the computation without a cache."""
+    """A matrix (n, width) of a call compared with that of the computation without a cache."""
 
     layer: int | None  # None for the result of the model
     part: str  # "x", "heads" or "y"
     head: int | None
     row: int
-    token: int  # the first that differs
-    size: float  # the largest difference, relative
+    columns: slice
+    tokens: slice
+    differences: np.ndarray  # of each token, relative
 
 
 Scenario = Callable[[], Iterator[Call]]
@@ -277,16 +218,22 @@ Arrays = dict[tuple[int | None, str], np.ndarray]
 """(B, ...) by layer, None for the model, and part: "x", "y" and the names of steps."""
 
 
+class Failure(NamedTuple):
+    """The calls of a scenario up to the first wrong one, what they computed, and what is wrong first."""
+
+    calls: list[Call]
+    runs: list[Arrays]
+    wrong: Compared
+
+
 class Subject:
     """A copy of a model in eval mode whose attentions can be watched, and the sequences that it reads."""
 
-    def __init__(self, model: Any, ids: Any, dtype: Any = None) -> None:
+    def __init__(self, model: Any, ids: Any, dtype: Any) -> None:
         if not isinstance(model, Module) or "cache" not in find_options(type(model).forward):
             kind = type(model).__name__
             raise TypeError(f"kv_cache checks a GPT, or an attention whose forward takes cache; got {kind}. {GUIDE}")
-        model = (
-            copy.deepcopy(model).eval().astype(next(p.dtype for p in model.parameters()) if dtype is None else dtype)
-        )
+        model = copy.deepcopy(model).eval().astype(dtype)
         self.vocab_size = model.config.vocab_size if isinstance(model, GPT) else 0
         self.rows = as_prompts(ids, self.vocab_size) if self.vocab_size else as_sequences(ids, dtype)
         attentions = [block.attn for block in model.h] if isinstance(model, GPT) else [model]
@@ -322,7 +269,7 @@ class Subject:
 
     def read(self, rows: list[np.ndarray], chunks: tuple[int, ...]) -> Iterator[Call]:
         cache = self.new_cache()
-        for start, stop in read_in_chunks(chunks):
+        for start, stop in itertools.pairwise([0, *np.cumsum(chunks).tolist()]):
             yield Call(rows, start, stop, cache)
 
     def crop(self, m: int) -> Iterator[Call]:
@@ -366,108 +313,88 @@ class Subject:
 
     def compare(self, call: Call, now: Arrays) -> Iterator[Compared]:
         """Compare what `run` returned for a call, in the order of the computation."""
-        for i, (columns, tokens) in call.tokens().items():
-            right = self.whole(call.rows[i], len(now) > 1)
+        for row, columns, tokens in call.tokens():
+            right = self.whole(call.rows[row], len(now) > 1)
             for (layer, part), array in now.items():
-                if part not in ("x", "heads", "y"):
-                    continue
-                a, b = array[i][..., columns, :], right[layer, part][0]
-                heads = [(None, a, b)] if a.ndim == 2 else zip(itertools.count(), a, b)
-                for head, rows, whole in heads:
-                    differences = compare_rows(rows, whole, tokens)
-                    token = tokens.start + int(np.argmax(differences > TOLERANCE))
-                    yield Compared(layer, part, head, i, token, float(differences.max()))
+                if part in ("x", "heads", "y"):
+                    a, b = array[row][..., columns, :], right[layer, part][0]
+                    for head in range(len(a)) if a.ndim == 3 else (None,):
+                        pair = (a, b) if head is None else (a[head], b[head])
+                        yield Compared(layer, part, head, row, columns, tokens, compare_rows(*pair, tokens))
 
     def examine(self, claim: str, scenarios: list[Scenario]) -> tuple[Finding, Divergence | None]:
-        """Compare every call of every scenario with the computation without a cache."""
+        """Compare every call of every scenario with the computation without a cache, watched and not."""
         if claim == "padding" and not all("key_allow" in find_options(type(w.attention).forward) for w in self.watched):
-            return Finding(
-                claim, "does not apply", "an attention takes no key_allow, so that rows cannot be padded"
-            ), None
+            return Finding(claim, "does not apply", "an attention takes no key_allow for rows of a padded batch"), None
         self.whole(self.prompt, False)  # raises errors that have nothing to do with a cache
-        largest, failed, step = 0.0, [], 0
+        largest, failures = 0.0, []
         try:
-            for scenario in scenarios:
-                for step, call in enumerate(scenario()):
-                    size = max(compared.size for compared in self.compare(call, self.run(call)))
-                    largest = max(largest, size)
-                    if size > TOLERANCE:
-                        failed.append((call.stop, step, scenario))
+            for watch, scenario in itertools.product((True, False), scenarios):
+                calls: list[Call] = []
+                runs: list[Arrays] = []
+                for call in scenario():
+                    calls.append(call)
+                    runs.append(self.run(call, watch))
+                    found = list(self.compare(call, runs[-1]))
+                    largest = max(largest, *(c.differences.max() for c in found if c.layer is None))
+                    differing = [c for c in found if c.differences.max() > TOLERANCE]
+                    if differing:
+                        failures.append(Failure(calls, runs, differing[0]))
                         break
         except Exception as error:
             cause = f"a call with a cache fails: {type(error).__name__}: {error}"
-            return Finding(claim, "failed", cause), Divergence(claim, (), step, None, None, 0, np.inf, cause)
+            return Finding(claim, "failed", cause), Divergence(claim, (), 0, None, None, 0, np.inf, cause)
         possible = 2 ** (len(self.prompt) - 1) if claim == "chunks" else len(scenarios)
         ways = f"all {possible} ways" if possible == len(scenarios) else f"{len(scenarios)} of {possible} ways"
         message = f"{ways}: largest difference {largest:.1e}, tolerance {TOLERANCE:.0e}"
-        if not failed:
+        if not failures:
             return Finding(claim, "passed", message), None
-        first = self.locate(claim, sorted(failed, key=lambda failure: failure[:2]))
-        example = {name: value for name, value in vars(first).items() if name not in ("claim", "cause")}
-        return Finding(claim, "failed", f"{message}; {len(failed)} differ", first.cause, example), first
+        failures.sort(key=lambda f: (f.wrong.layer is None, f.calls[-1].stop, len(f.calls)))
+        calls, _, wrong = failures[0]
+        step, chunks = len(calls) - 1, tuple(call.stop - call.start for call in calls)
+        token = wrong.tokens.start + int(np.argmax(wrong.differences > TOLERANCE))
+        size, cause = float(wrong.differences.max()), self.explain(claim, failures)
+        example = {"chunks": chunks, "step": step, "layer": wrong.layer, "head": wrong.head, "token": token}
+        first = Divergence(claim, difference=size, cause=cause, **example)
+        return Finding(claim, "failed", message, cause, example), first
 
-    def locate(self, claim: str, failed: list[tuple[int, int, Scenario]]) -> Divergence:
-        """The first difference of the shortest scenario, with the cause that explains several of them."""
-        traces = [self.trace(step, scenario) for _, step, scenario in failed[: 4 * MOST_CASES]]
-        calls, _, first = traces[0]
-        cause = self.explain_place(*traces[0])
-        if not cause:
-            cases: dict[tuple[int, int], Case] = {}
-            for trace in traces:
-                if trace[2].layer == first.layer and trace[2].part == first.part:
-                    case = self.make_case(*trace)
-                    cases.setdefault((case.start, case.stop), case)
-            cause = find_cause(list(cases.values())[:MOST_CASES], claim)
-        chunks = tuple(call.stop - call.start for call in calls)
-        return Divergence(claim, chunks, len(calls) - 1, first.layer, first.head, first.token, first.size, cause)
-
-    def trace(self, step: int, scenario: Scenario) -> tuple[list[Call], list[Arrays], Compared]:
-        """The calls of a scenario up to the failed one, what they computed, and the first difference in it."""
-        calls, runs = [], []
-        for call in itertools.islice(scenario(), step + 1):
-            calls.append(call)
-            runs.append(self.run(call, watch=True))
-        nothing = Compared(None, "x", None, 0, calls[-1].start, 0.0)
-        return calls, runs, next((c for c in self.compare(calls[-1], runs[-1]) if c.size > TOLERANCE), nothing)
-
-    def explain_place(self, calls: list[Call], runs: list[Arrays], first: Compared) -> str:
-        """The cause if the place of the first difference tells it, else ""."""
-        if first.size == 0:
+    def explain(self, claim: str, failures: list[Failure]) -> str:
+        """The cause: the place of the first difference tells it, or else what reproduces several of them."""
+        calls, runs, wrong = failures[0]
+        if len(runs[-1]) == 1:
             return "no layer differs while steps are recorded: look at what is computed without edit"
-        if first.layer is None or (first.part == "x" and first.layer > 0):
+        if wrong.layer is None or (wrong.part == "x" and wrong.layer > 0):
             return "outside of attention: what follows it depends on which tokens share a call"
-        if first.part != "x":
-            return ""
-        row, (columns, tokens) = calls[-1].rows[first.row], calls[-1].tokens()[first.row]
-        alone = self.run(Call([row[tokens]], 0, tokens.stop - tokens.start), watch=True)[0, "x"][0]
-        if compare_rows(runs[-1][0, "x"][first.row][columns], alone).max() <= TOLERANCE:
-            return NOT_OFFSET
-        return "before attention: the vectors of tokens or positions differ"
+        if wrong.part == "x":
+            tokens = calls[-1].rows[wrong.row][wrong.tokens]
+            alone = self.run(Call([tokens], 0, len(tokens)), watch=True)[0, "x"][0]
+            is_equal = compare_rows(runs[-1][0, "x"][wrong.row][wrong.columns], alone).max() <= TOLERANCE
+            return NOT_OFFSET if is_equal else "before attention: the vectors of tokens or positions differ"
+        cases = [self.make_case(f) for f in failures if f.wrong[:2] == wrong[:2]]
+        different = {(case.start, case.stop): case for case in reversed(cases)}
+        return find_cause(list(different.values())[-MOST_CASES:], claim)
 
-    def make_case(self, calls: list[Call], runs: list[Arrays], wrong: Compared) -> Case:
+    def make_case(self, failure: Failure) -> Case:
         """What the attention of the wrong layer was given and returned."""
-        layer, row = wrong.layer, wrong.row
+        calls, runs, (layer, _, _, row, columns, tokens, _) = failure
         assert layer is not None
-        columns, tokens = calls[-1].tokens()[row]
         shown = {part: array[row][..., columns, :] for (i, part), array in runs[-1].items() if i == layer}
-        return Case(
-            self.watched[layer].attention,
-            self.whole(calls[-1].rows[row], True)[layer, "x"][0],
-            tokens.start,
-            tokens.stop,
-            shown["y"],
-            np.concatenate([run[layer, "x"][row] for run in runs]),
-            np.concatenate([call.positions()[row] for call in calls]),
-            shown,
-        )
+        history = np.concatenate([run[layer, "x"][row] for run in runs])
+        positions = np.concatenate([call.positions()[row] for call in calls])
+        x = self.whole(calls[-1].rows[row], True)[layer, "x"][0]
+        return Case(self.watched[layer].attention, x, tokens.start, tokens.stop, history, positions, shown)
 
     def measure_differences(self) -> list[list[list[float]]]:
         """The largest difference of each call, layer and head, token by token."""
         steps = []
         for call in self.read([self.prompt], (1,) * len(self.prompt)):
-            found = list(self.compare(call, self.run(call, watch=True)))
-            layers = [[c for c in found if c.layer == i and c.part != "x"] for i in range(len(self.watched))]
-            steps.append([[c.size for c in layer if c.head is not None] or [layer[-1].size] for layer in layers])
+            layers: list[list[float]] = [[] for _ in self.watched]
+            for found in self.compare(call, self.run(call, watch=True)):
+                if found.layer is not None and (
+                    found.part == "heads" or (found.part == "y" and not layers[found.layer])
+                ):
+                    layers[found.layer].append(float(found.differences.max()))
+            steps.append(layers)
         return steps
 
     def count_ledger(self) -> Ledger:
