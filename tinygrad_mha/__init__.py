@@ -1,12 +1,18 @@
 """Arrays that remember how they were made, so that multi-head attention can be seen, checked and trained."""
 
-from tinygrad_mha import check, data, nn, ops, optim, training, viz
-from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tinygrad_mha import data, nn, ops, optim
 from tinygrad_mha.decoding import generate, stream
 from tinygrad_mha.modes import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.transforms import grad, hessian, hvp, jacobian, jvp, vjp
-from tinygrad_mha.viz import graph, graph_diff, walkthrough
+
+if TYPE_CHECKING:
+    from tinygrad_mha import check, training, viz
+    from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
+    from tinygrad_mha.viz import graph, graph_diff, walkthrough
 
 __version__ = "0.1.0"
 
@@ -15,6 +21,21 @@ __all__ += ["gradcheck"]
 __all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
 __all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "training", "vjp"]
 __all__ += ["graph", "graph_diff", "viz", "walkthrough"]
+
+PACKAGES = {
+    "check": ("check", "GradcheckError", "GradcheckReport", "gradcheck"),
+    "training": ("training",),
+    "viz": ("viz", "graph", "graph_diff", "walkthrough"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what checks, trains and draws when it is first used: that takes as long as all the rest."""
+    for package, names in PACKAGES.items():
+        if name in names:
+            module = import_module(f"{__name__}.{package}")
+            return module if name == package else getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
