@@ -151,16 +151,15 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
 
 
 class Watched(Module):
-    """An attention in its place. While `is_on`, it keeps input x, output y and the steps of its last call."""
+    """An attention in its place that keeps what its last call received, returned and, with `show`, its steps."""
 
-    def __init__(self, attention: Module) -> None:
-        self.attention = attention
-        self.is_on = False
+    def __init__(self, attention: Module, show: bool) -> None:
+        self.attention, self.show = attention, show
         self.seen: dict[str, Tensor] = {}
 
     def forward(self, x: Any, cache: Any = None, edit: None = None, **options: Any) -> Tensor:
         x, steps = as_tensor(x), Steps()
-        if self.is_on and "edit" in find_options(type(self.attention).forward):
+        if self.show and "edit" in find_options(type(self.attention).forward):
             options["edit"] = steps
         y = run_attention(self.attention, x, cache=select_layer_cache(cache), **options)
         shown = {name: tensor for name, tensor in steps.trace()._asdict().items() if tensor is not None}
@@ -227,7 +226,7 @@ class Failure(NamedTuple):
 
 
 class Subject:
-    """A copy of a model in eval mode whose attentions can be watched, and the sequences that it reads."""
+    """Two copies of a model in eval mode, one of them with watched attentions, and the sequences that they read."""
 
     def __init__(self, model: Any, ids: Any, dtype: Any) -> None:
         if not isinstance(model, Module) or "cache" not in find_options(type(model).forward):
@@ -239,11 +238,12 @@ class Subject:
         attentions = [block.attn for block in model.h] if isinstance(model, GPT) else [model]
         if not all("cache" in find_options(type(attention).forward) for attention in attentions):
             raise ValueError(f"the attention of a block takes no cache, so there is nothing to compare. {GUIDE}")
-        self.watched = [Watched(attention) for attention in attentions]
-        for i, watched in enumerate(self.watched):
-            if isinstance(model, GPT):
-                model.h[i].attn = watched
-        self.model: Any = model if isinstance(model, GPT) else self.watched[0]
+        self.watched = [Watched(attention, show=True) for attention in attentions]
+        self.models: dict[bool, Any] = {False: Watched(model, show=False), True: self.watched[0]}
+        if isinstance(model, GPT):
+            self.models = {False: copy.deepcopy(model), True: model}
+            for block, watched in zip(model.h, self.watched, strict=True):
+                block.attn = watched
         self.prompt = max(self.rows, key=len)
         if len(self.prompt) < 2:
             raise ValueError(f"a cache shows nothing with fewer than 2 tokens, got {len(self.prompt)}")
@@ -297,9 +297,7 @@ class Subject:
 
     def run(self, call: Call, watch: bool = False, **options: Any) -> Arrays:
         """The result and, if watched, what each layer received, showed and returned, (B, ...)."""
-        for watched in self.watched:
-            watched.is_on = watch
-        y = self.result = call.run(self.model, **options)
+        y = self.result = call.run(self.models[watch], **options)
         layers = enumerate(self.watched) if watch else ()
         found = {(i, name): tensor for i, layer in layers for name, tensor in layer.seen.items()} | {(None, "y"): y}
         return {key: t.numpy() if len(call.rows) > 1 else t.numpy()[None] for key, t in found.items()}
