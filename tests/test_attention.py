@@ -1,5 +1,6 @@
 """Attention computes its formula, refuses bad input with a reason, and exposes every matrix and its gradient."""
 
+import functools
 import itertools
 import math
 import runpy
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinygrad_mha import Tensor, gradcheck, nn, no_grad, ops
+from tinygrad_mha import Tensor, gradcheck, hvp, nn, no_grad, ops
 from tinygrad_mha.nn.positions import alibi, alibi_slopes, as_position, relative_buckets, rotary, sinusoidal
 
 B, H, T_Q, T_K, D_K, D_V = 2, 3, 5, 7, 11, 13
@@ -302,6 +303,94 @@ def test_padding_in_front_under_a_causal_mask_equals_the_short_sequence_alone(rn
     y = mha(x, causal=True, key_allow=np.array([[False, False, True, True]]))
     close(y[0, 2:], mha(x[0, 2:], causal=True).data)
     assert not y.data[0, :2].any()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# All heads in one node
+
+
+def packed(rng, *front, dtype=np.float64):
+    return Tensor(rng.standard_normal((*front, 3 * H * D_K)).astype(dtype), requires_grad=True, name="qkv")
+
+
+def in_steps(x, allow=None, bias=None, keep_mask=None):
+    """`ops.self_attention` from single operations."""
+    q, k, v = (nn.split_heads(part, H) for part in ops.split(x, 3, axis=-1))
+    return nn.join_heads(ops.attend(q, k, v, allow, bias, keep_mask))
+
+
+def make_masks(rng, front, n):
+    """Every mask and bias that a model passes: causal, of one row of the batch each, of one head each."""
+    allow = rng.random((*front, 1, n, n)) < 0.6
+    keep_mask = (rng.random((*front, H, n, n)) < 0.8) / 0.8
+    bias = rng.standard_normal((H, n, n))
+    return [(), (np.tri(n, dtype=bool),), (allow,), (allow, bias), (None, bias, keep_mask), (allow, None, keep_mask)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-5)])
+@pytest.mark.parametrize("front", [(), (2,), (1,), (2, 3)])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_self_attention_in_one_node_equals_its_steps_in_value_and_gradient(rng, front, n, dtype, tolerance):
+    g = rng.standard_normal((*front, n, H * D_K)).astype(dtype)
+    for masks in make_masks(rng, front, n):
+        masks = [m.astype(dtype) if m is not None and m.dtype.kind == "f" else m for m in masks]
+        x = packed(rng, *front, n, dtype=dtype)
+        biases = [Tensor(b, requires_grad=True) for b in masks[1:2] if b is not None]
+        results = []
+        for function in (functools.partial(ops.self_attention, n_head=H), in_steps):
+            y = function(x, *masks[:1], *(biases or masks[1:2]), *masks[2:])
+            assert y.dtype == dtype
+            results.append([y.data, *gradients(y, (x, *biases), g)])
+        for a, b in zip(*results, strict=True):
+            assert a.dtype == dtype
+            close(a, b, tolerance)
+
+
+def test_the_second_derivative_of_self_attention_is_that_of_its_steps(rng):
+    x, weights = packed(rng, 2, 5), rng.standard_normal((2, 5, H * D_K))
+    direction = rng.standard_normal(x.shape)
+    for masks in make_masks(rng, (2,), 5):
+        one, other = (
+            hvp(lambda t, f=f: (f(t, *masks) * weights).sum(), x.data, direction)  # noqa: B023 (called at once)
+            for f in (functools.partial(ops.self_attention, n_head=H), in_steps)
+        )
+        close(one, other.data, 1e-11)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_padding_has_no_effect_on_self_attention_in_one_node(rng, poison):
+    key_allow = np.array([[True] * 5, [False, False, True, True, True]])
+    allow = key_allow[:, None, None, :] & np.tri(5, dtype=bool)
+    g = rng.standard_normal((2, 5, H * D_K)) * key_allow[..., None]
+    x = packed(rng, 2, 5)
+    clean = ops.self_attention(x, allow, n_head=H)
+    expected = gradients(clean, (x,), g)
+    x.data[1, :2, H * D_K :] = poison  # the keys and values of padding
+    y = ops.self_attention(x, allow, n_head=H)
+    close(y, clean.data, 0)
+    close(gradients(y, (x,), g)[0], expected[0], 0)
+    assert not y.data[1, :2].any()  # these queries may attend to nothing
+    assert not x.grad[1, :2].any()
+
+
+def test_an_infinite_score_where_a_query_may_not_attend_is_hidden(rng):
+    x = packed(rng, 3, dtype=np.float32)
+    x.data[2, H * D_K : 2 * H * D_K] = 3e38  # the last key
+    with np.errstate(over="ignore"):
+        y = ops.self_attention(x, np.tri(3, dtype=bool), n_head=H)
+    close(y[:2], in_steps(x[:2], np.tri(2, dtype=bool)).data, 1e-6)
+
+
+def test_attention_with_a_bias_of_another_dtype_has_the_wider_one(rng):
+    x = packed(rng, 3, dtype=np.float32)
+    y = ops.self_attention(x, None, rng.standard_normal((3, 3)), n_head=H)
+    assert y.dtype == np.float64
+    assert gradients(y, (x,), np.ones(y.shape))[0].dtype == np.float32
+
+
+def test_self_attention_that_does_not_divide_into_heads_is_refused():
+    with pytest.raises(ValueError, match=r"self_attention of \(3, 10\), n_head=2: .*3 \* n_head"):
+        ops.self_attention(np.ones((3, 10)), n_head=2)
 
 
 # --------------------------------------------------------------------------------------------------------------------

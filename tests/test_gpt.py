@@ -271,8 +271,9 @@ def test_sinusoidal_positions_are_added_to_the_tokens():
     close(trace.hidden[0], model.wte.weight.data[IDS] + nn.sinusoidal(np.arange(T), 12))
 
 
-def test_the_fused_path_equals_the_traced_one_in_value_and_gradient():
-    model = lively(position="alibi", n_kv_head=1)
+@pytest.mark.parametrize("settings", [{}, {"position": "alibi"}, {"position": "alibi", "n_kv_head": 1}, {"window": 2}])
+def test_the_fused_path_equals_the_traced_one_in_value_and_gradient(settings):
+    model = lively(**settings)
     key_allow = np.array([[True] * T, [False, False] + [True] * (T - 2)])
     g = np.random.default_rng(5).standard_normal((2, T, V))
     results = []

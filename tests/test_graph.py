@@ -762,6 +762,21 @@ def test_a_fused_primitive_opens_into_its_steps_with_their_gradients():
     assert boxes(opened)["y"].kind == "output"
 
 
+def test_drawing_shows_the_steps_of_a_composite_primitive_and_leaves_the_graph_as_it_was():
+    x = tg.Tensor(np.random.default_rng(3).standard_normal((3, 12)), requires_grad=True, name="x")
+    y = ops.self_attention(x, nn.causal(3), n_head=2).named("y")
+    swept(y)
+    node, gradient = y.node, x.grad
+    for options in ({}, {"backward": True}, {"ops": "separate"}):
+        made_by = tg.graph(y, **options).dot
+        assert "self_attention" not in made_by
+        assert "attention" in made_by
+    assert boxes(tg.graph(y, expand="attention"))["weights"].gradient is not None
+    assert y.node is node
+    swept(y)
+    np.testing.assert_array_equal(x.grad, 2 * gradient)
+
+
 def test_a_chain_of_thousands_is_drawn_box_by_box():
     y = x = tg.Tensor([1.0], requires_grad=True, name="x")
     for _ in range(5_000):

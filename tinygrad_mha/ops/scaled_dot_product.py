@@ -134,6 +134,8 @@ def self_attention(qkv, allow=None, bias=None, keep_mask=None, *, n_head) -> Any
 
     `allow`, `bias` and `keep_mask` broadcast to the scores (..., H, T, T).
     """
+    if qkv.ndim < 2 or qkv.shape[-1] % (3 * n_head):
+        raise ValueError("expected q, k and v side by side: (..., T, 3 * n_head * d)")
     q, k, v = view_heads(qkv, 3, n_head)
     heads, *residuals = attend_arrays(q, k, v, allow, bias, keep_mask, None)
     return heads.swapaxes(-2, -3).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3), *residuals
