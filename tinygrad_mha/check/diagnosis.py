@@ -23,7 +23,6 @@ from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["doctor"]
 
-VANISHED = 1e-12  # gradients below are 0 up to rounding
 MOST_NAMES = 5
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -114,7 +113,8 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         STATE.set(STATE.get()._replace(observer=None))
         if error is not None:
             self.problem = f"{type(error).__name__}: {error}"
-        self._check_parameters()
+        if error is None or self._reached:
+            self._check_parameters()
         if self.optimizer is not None:
             self._check_optimizer()
         self._events = []  # which hold all values of the step
@@ -160,8 +160,9 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
     def returned(self, root: Tensor) -> None:
         """Called after each backward pass."""
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        if gradients and max(np.abs(g).max(initial=0.0) for g in gradients.values()) < VANISHED:
-            self._report("loss", "the gradient of every parameter is 0: no parameter changes the loss")
+        rounding = np.finfo(root.dtype).eps * np.abs(root.numpy()).max(initial=0.0)
+        if gradients and max(np.abs(g).max(initial=0.0) for g in gradients.values()) <= rounding:
+            self._report("loss", "the gradient of every parameter is 0 up to rounding: the loss is constant")
         bad = [name for name, g in gradients.items() if not np.isfinite(g).all()]
         if bad:
             sweep = engine.sweep(root, np.ones_like(root.numpy()))
@@ -205,9 +206,8 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         narrow = [x for x in event.inputs if isinstance(x, Tensor) and x.requires_grad and x.dtype == np.float32]
         if narrow and event.out.dtype == np.float64 and event.op.name != "cast":
             wide = [self._name(x) for x in event.inputs if getattr(x, "dtype", None) == np.float64]
-            self._report(
-                "dtype", f"float32 becomes float64 by {event}", f"float64 is {join(wide)}: use .astype(np.float32)"
-            )
+            cause = f"float64 is {join(wide) or 'what the operation returns'}: use .astype(np.float32)"
+            self._report("dtype", f"float32 becomes float64 by {event}", cause)
 
     def _check_mode(self, training: bool, cause: str) -> None:
         """Report modules that behave differently in training and are in this mode, but for frozen ones."""
@@ -255,33 +255,35 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
 
     def _check_parameters(self) -> None:
         """Report parameters that no loss reached, by what cut their path, and those that are not finite."""
+        # Where a path could go on behind a cut: leaves and constants that are not of the model.
+        leaves = [
+            (event, x)
+            for event in self._events
+            for x in event.inputs
+            if id(x) not in self._made and id(x) not in self._tensors and is_floating(plain(x)) and np.ndim(plain(x))
+        ]
         groups: dict[str, list[str]] = {}
         for name, p in self.model.named_parameters():
             if not np.isfinite(p.numpy()).all():
                 self._report("finite", f"{name} is not finite after the step", "the learning rate may be too large")
             if id(p) not in self._reached and any(event.out.requires_grad for event in self._events):
-                groups.setdefault(self._explain_cut(p) if self._reached else "backward was not called", []).append(name)
+                cause = self._explain_cut(p, leaves) if self._reached else "backward was not called"
+                groups.setdefault(cause, []).append(name)
         for cause, names in groups.items():
             self._report("gradient", f"no gradient: {join(names)}", cause)
 
-    def _explain_cut(self, p: Tensor) -> str:
+    def _explain_cut(self, p: Tensor, leaves: list[tuple[Event, Any]]) -> str:
         """Where the path from a parameter to the loss ends."""
         dead, uses = {id(p): p}, []
         for event in self._events:
             if id(event.out) not in self._reached and any(id(x) in dead for x in event.inputs):
                 dead[id(event.out)] = event.out
                 uses.append(event)
-        arrays = [x.numpy() for x in dead.values()]
-        for event in self._events:
-            for x in event.inputs:
-                a = plain(x)
-                if id(x) in self._made or id(x) in dead or not is_floating(a) or np.ndim(a) == 0:
-                    continue
-                if any(np.shares_memory(a, b) for b in arrays):
-                    way = "detach()" if isinstance(x, Tensor) else ".numpy() or .data"
-                    return f"cut by {way}: {event} uses the result"
-                if any(np.array_equal(a, b) for b in arrays) and np.ptp(a) > 0:
-                    return f"cut by .numpy() or .data: {event} uses a copy of the numbers"
+        for (event, x), end in itertools.product(leaves, dead.values()):
+            if np.shares_memory(plain(x), end.numpy()):
+                return f"cut by {'detach()' if isinstance(x, Tensor) else '.numpy() or .data'}: {event} uses the result"
+            if np.array_equal(plain(x), end.numpy()) and np.ptp(plain(x)) > 0:
+                return f"cut by .numpy() or .data: {event} uses a copy of the numbers"
         off = next((event for event in uses if not event.has_grad), None)
         if off is not None:
             return f"cut by no_grad: {off}"
