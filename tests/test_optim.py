@@ -525,7 +525,7 @@ def test_an_optimizer_keeps_freed_memory_once(monkeypatch):
     memory.keep_freed_memory.cache_clear()
     for _ in range(2):
         SGD([tg.Tensor([1.0], requires_grad=True)], lr=0.1)
-    assert library.options == [(-1, 2**28), (-3, 2**25)]
+    assert library.options == [(-1, 2**28), (-3, 2**25), (-8, 1)]
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
