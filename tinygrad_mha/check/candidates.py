@@ -1,0 +1,244 @@
+"""What is checked by `check.attention`: a function or module of NumPy, of this package or of torch, called alike.
+
+A candidate is called with arrays and returns an array, whatever it works with. torch is never imported here: a
+candidate that needs it has imported it.
+
+Axes: T tokens, T_q queries, T_k keys, C width, d_k, d_v widths of a key and a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.modes import no_grad
+from tinygrad_mha.nn import GPTConfig
+from tinygrad_mha.nn.module import Module, walk
+from tinygrad_mha.tensors import Tensor, plain
+
+__all__ = ["Candidate", "CandidateError"]
+
+TOKENS, WIDTH, HEADS, D_K, D_V = 7, 12, 2, 5, 11  # of the inputs and modules that the check makes
+
+# Names that people give to one thing. Options: what a call may pass.
+OPTIONS = {
+    "allow": ("allow", "mask", "attn_mask", "attention_mask"),
+    "key_allow": ("key_allow", "key_mask", "key_padding_mask"),
+    "causal": ("causal", "is_causal"),
+    "cache": ("cache",),
+    "positions": ("positions",),
+}
+SIZES = {
+    WIDTH: ("d_model", "n_embd", "embed_dim", "hidden_size", "d_in", "d_out", "width", "dim", "channels"),
+    HEADS: ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads"),
+    16: ("block_size", "max_len", "context_length", "seq_len"),
+}
+
+
+class CandidateError(ValueError):
+    """A candidate that cannot be run: the message says why."""
+
+
+class Candidate:
+    """A function or module to check.
+
+    Args:
+        target: a function or module of x, or of q, k, v; or a class or factory of such modules.
+        inputs: arrays, or () for inputs of its own size.
+        seed: of the inputs, and of the weights of a class.
+        causal: passed to a candidate that has such an argument, unless None.
+
+    Raises:
+        CandidateError: it cannot be called so, or returns something else than an array of one row for each query.
+
+    Attributes:
+        inputs: float64 arrays: x (..., T, C), or q (..., T_q, d_k), k (..., T_k, d_k) and v (..., T_k, d_v).
+        library: "numpy", "tinygrad_mha" or "torch".
+        module: a copy of the module in eval mode and float64, or None for a function.
+        options: those of OPTIONS that it takes, as {role: its own name}.
+        printed: what it printed.
+    """
+
+    def __init__(self, target: Any, inputs: tuple[Any, ...] = (), seed: int = 0, causal: bool | None = None) -> None:
+        if not callable(target):
+            raise CandidateError(f"expected a function, a module or a class of modules, got a {type(target).__name__}")
+        self.name = getattr(target, "__name__", type(target).__name__)
+        self.printed = ""
+        rng = np.random.default_rng(seed)
+        if inspect.isclass(target) or list(read_parameters(target))[:2] == ["config", "rng"]:
+            with self.guard():
+                target = make_module(target, rng)
+            if target is None:
+                raise CandidateError(f"{self.name} returned None instead of a module")
+        self.torch: Any = sys.modules.get("torch")
+        is_torch = self.torch is not None and isinstance(target, self.torch.nn.Module)
+        self._modules: dict[Any, Any] = {}
+        if is_torch or isinstance(target, Module):
+            for dtype, name in ((np.float32, "float"), (np.float64, "double")):
+                twin = copy.deepcopy(target).eval()
+                self._modules[np.dtype(dtype)] = getattr(twin, name)() if is_torch else twin.astype(dtype)
+        self.module: Any = self._modules.get(np.dtype(np.float64))
+        self.target = target
+        self.libraries = ["torch"] if is_torch else ["tinygrad_mha"] if self.module else ["numpy", "tinygrad_mha"]
+        self.libraries += ["torch"] if self.module is None and self.torch is not None else []
+        self.library = self.libraries[0]
+        self.defaults = read_parameters(getattr(target, "forward", target))
+        self.options = {role: name for role, names in OPTIONS.items() for name in names[::-1] if name in self.defaults}
+        self.fixed = {self.options["causal"]: causal} if "causal" in self.options and causal is not None else {}
+        self.inputs = self._find_inputs(inputs, rng)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it is a function of x, not of q, k and v."""
+        return len(self.inputs) == 1
+
+    def states_causal(self) -> bool | None:
+        """Whether it says that it is causal: by an attribute, the default of an argument, or by taking a cache."""
+        stated = [*self.fixed.values(), getattr(self.target, "is_causal", None)]
+        stated += [self.defaults.get(self.options.get("causal", "")), "cache" in self.options or None]
+        return next((value for value in stated if isinstance(value, bool)), None)
+
+    def find_size(self, *names: str) -> int | None:
+        """The integer that the candidate, a module in it or a default of its arguments calls by one of `names`."""
+        modules = [module for _, module in walk_modules(self.module)]
+        found = [getattr(module, name, None) for module in modules for name in names]
+        found += [self.defaults.get(name) for name in names]
+        return next((size for size in found if isinstance(size, int)), None)
+
+    def __call__(self, *inputs: Any, dtype: Any = np.float64, **options: Any) -> np.ndarray:
+        """The result for arrays of `dtype`; `options` by their role.
+
+        Raises:
+            CandidateError: it raised an exception or called sys.exit(), or did not return an array of numbers.
+        """
+        named = {self.options.get(role, role): value for role, value in options.items()}
+        with no_grad():
+            y = self.call_raw(*(self.convert(np.asarray(x, dtype)) for x in inputs), **named)
+        y = y.detach().numpy() if self.library == "torch" and hasattr(y, "detach") else plain(y)
+        if not isinstance(y, np.ndarray) or y.dtype.kind != "f":
+            kind = y.dtype if isinstance(y, np.ndarray) else type(y).__name__
+            raise CandidateError(f"it returned {kind}, expected an array or tensor of floating numbers")
+        return y
+
+    def call_raw(self, *inputs: Any, **options: Any) -> Any:
+        """What it returns for arrays or tensors of its library, the first part of a tuple."""
+        target = self.target
+        if self.module is not None:
+            target = self._modules[np.dtype(str(inputs[0].dtype).removeprefix("torch."))]
+        if self.library == "torch":
+            options = {n: self.torch.tensor(o) if isinstance(o, np.ndarray) else o for n, o in options.items()}
+        with self.guard():
+            y = target(*inputs, **self.fixed, **options)
+        return y[0] if isinstance(y, tuple) and y else y
+
+    def convert(self, x: np.ndarray, requires_grad: bool = False) -> Any:
+        """An array as what the library of the candidate computes with."""
+        if self.library == "torch":
+            return self.torch.tensor(x, requires_grad=requires_grad)
+        return Tensor(x, requires_grad=requires_grad) if self.library == "tinygrad_mha" else x.copy()
+
+    def _find_inputs(self, given: tuple[Any, ...], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """The given inputs, or the first of its own that it can be called with. Sets the library too."""
+        if given:
+            choices = [tuple(np.array(plain(x), np.float64) for x in given)]
+        else:
+            choices = [tuple(rng.standard_normal(shape) for shape in shapes) for shapes in self._list_shapes()]
+        problems: dict[str, str] = {}
+        for inputs in choices:
+            for library in self.libraries:
+                self.library = library
+                try:
+                    y = self(*inputs)
+                    kind = "numpy" if isinstance(self.call_raw(*map(self.convert, inputs)), np.ndarray) else ""
+                except CandidateError as error:
+                    problems.setdefault(self.library, f"{error} (inputs: {', '.join(str(x.shape) for x in inputs)})")
+                    continue
+                if self.library == "numpy" and not kind:
+                    self.library = "tinygrad_mha"  # an operation of ours accepts arrays too
+                expected = inputs[0].shape[:-1]
+                if y.shape[:-1] != expected:
+                    raise CandidateError(
+                        f"it returned the shape {y.shape}, expected {(*expected, '...')}: a row for each"
+                    )
+                return inputs
+        uses_torch = "torch" in getattr(self.target, "__globals__", {}) and "torch" in problems
+        problem = problems["torch" if uses_torch else self.libraries[0]]
+        hint = "" if given else ". Give inputs of its size: check.attention(f, x), or --shape 7x11"
+        raise CandidateError(problem + hint)
+
+    def _list_shapes(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Shapes of inputs to try."""
+        required = [name for name, default in self.defaults.items() if default is inspect.Parameter.empty]
+        counts = {len(required): None} if len(required) in (1, 3) else {3: None, 1: None}
+        parameters = (
+            [p for _, p in walk(self.module) if isinstance(p, Tensor)] if isinstance(self.module, Module) else []
+        )
+        parameters = parameters or list(self.module.parameters() if self.module is not None else ())
+        widths = [self.find_size(*SIZES[WIDTH]), *(p.shape[axis] for p in parameters for axis in (0, -1)), WIDTH]
+        for count in counts:
+            for front in ((), (1,), (1, 1)):
+                if count == 3 and self.module is None:
+                    for d_k, d_v in ((D_K, D_V), (D_K, D_K), (D_K + 1, D_V), (D_K + 1, D_K + 1)):
+                        yield tuple((*front, TOKENS, d) for d in (d_k, d_k, d_v))
+                    continue
+                for width in dict.fromkeys(w for w in widths if w):
+                    yield ((*front, TOKENS, int(width)),) * count
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Keep the candidate from printing, warning, exiting and recording a graph; its exceptions are one line."""
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out), warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                yield
+        except SystemExit as error:
+            raise CandidateError(f"it called sys.exit({error.code})") from error
+        except CandidateError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise CandidateError(f"it raised {type(error).__name__}: {text}") from error
+        finally:
+            self.printed += out.getvalue()
+
+
+def walk_modules(module: Any) -> Iterator[tuple[str, Any]]:
+    """A module and those in it, with their paths; none for None."""
+    yield from () if module is None else module.named_modules()
+
+
+def read_parameters(f: Any) -> dict[str, Any]:
+    """The names of the parameters of a function with their defaults, `Parameter.empty` for none."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # a compiled function: its documentation begins with the signature
+        names = re.findall(
+            r"(\w+)(=?)[^,]*", (getattr(f, "__doc__", None) or "").strip().partition("(")[2].partition(")")[0]
+        )
+        return {name: None if equals else inspect.Parameter.empty for name, equals in names}
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    named = {p.name: p.default for p in parameters if p.kind not in variadic}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and isinstance(getattr(f, "__self__", None), Module):
+        named |= {"cache": None, "positions": None, "key_allow": None}
+    return named
+
+
+def make_module(factory: Callable[..., Any], rng: np.random.Generator) -> Any:
+    """Call a class, or a function of (config, rng), with small sizes for the arguments that it needs."""
+    sizes: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names}
+    sizes |= {"config": GPTConfig(11, 16, 1, HEADS, WIDTH), "rng": rng, "seed": 0}
+    needed = [name for name, value in read_parameters(factory).items() if value is inspect.Parameter.empty]
+    unknown = [name for name in needed if name not in sizes]
+    if unknown:
+        raise CandidateError(f"the class needs {', '.join(unknown)}: give an object, or a function of (config, rng)")
+    return factory(**{name: sizes[name] for name in needed})

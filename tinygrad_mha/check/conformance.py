@@ -1,0 +1,595 @@
+"""`attention`: what every attention promises, tried on a candidate.
+
+Each claim is a function `check_NAME(candidate, inputs, facts)` that returns what it found. A claim that failed is tried
+again on smaller inputs, and the smallest ones that fail are reported.
+
+Axes: T tokens, T_q queries, T_k keys, C width, d_k, d_v widths of a key and a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha.check.caching import kv_cache
+from tinygrad_mha.check.candidates import Candidate, CandidateError
+from tinygrad_mha.check.formulas import CLOSE, FAULTS, Formula, Reference, is_equal
+from tinygrad_mha.check.gradient_check import gradcheck
+from tinygrad_mha.check.verdict import Finding, Verdict
+from tinygrad_mha.nn import KVCache
+
+__all__ = ["attention"]
+
+Inputs = tuple[np.ndarray, ...]
+WEAK = 0.5  # an influence of later tokens that is smaller than this, relative to that of earlier ones, is a leak
+HUGE = 1e7  # a factor of queries and keys: their products exceed any constant that is added to hide a score
+
+
+@dataclass
+class Facts:
+    """What is known before the claims are tried.
+
+    Attributes:
+        seed: of changes of the inputs.
+        stated: whether it must be causal; None if the candidate says it.
+        see: (T_q, T_k): which rows of x, or keys with their values, have an influence on which row of the result.
+        is_causal: whether it is judged as causal.
+        encode: turns a boolean mask, True = may attend, into what the candidate takes.
+    """
+
+    seed: int
+    stated: bool | None
+    see: np.ndarray
+    is_causal: bool = False
+    encode: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+Check = Callable[[Candidate, Inputs, Facts], Finding]
+
+
+class NotApplicableError(Exception):
+    """Raised by a claim that means nothing for this candidate; the message is the reason."""
+
+
+def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: int = 0) -> Verdict:
+    """Try an attention of your own on everything that an attention promises.
+
+    The candidate is a function or module `f(x)` of rows x (T, C) or (B, T, C), or `f(q, k, v)`; of plain NumPy, of this
+    package, or of torch. A class, or a function of (config, rng), is called with small sizes. It is computed in float64
+    and eval mode, on a copy. Of the options allow (mask, attn_mask), key_allow (key_padding_mask), causal (is_causal),
+    cache and positions, those that it declares are tried too.
+
+    Args:
+        candidate: the function, module or class.
+        inputs: arrays of a size that it takes; small random ones if left out.
+        causal: whether no token may depend on later ones. None: if tokens do not, or if it depends on later ones in
+            part or weakly, which is a leak, it is judged as causal. The report says which.
+        seed: of the inputs and weights that the check makes.
+
+    Returns:
+        The verdict. It raises nothing: `.raise_if_failed()` does, for tests. A candidate that cannot be run, raises, or
+        returns something else than rows has a `problem`, and is not ok.
+
+    Example:
+        >>> def unscaled(q, k, v):
+        ...     scores = np.exp(q @ k.swapaxes(-1, -2))
+        ...     return scores / scores.sum(-1, keepdims=True) @ v
+        >>> for finding in attention(unscaled).failed:
+        ...     print(finding.name, "-", finding.cause)
+        overflow - exp overflows: the largest score of each row is not subtracted before it
+        scale - the scores are not divided by sqrt(d_k): the scale is missing
+    """
+    name = getattr(candidate, "__name__", type(candidate).__name__)
+    try:
+        c = Candidate(candidate, inputs, seed, causal)
+        return Verdict(name, list(judge(c, causal, seed)))
+    except CandidateError as error:
+        return Verdict(name, problem=str(error))
+
+
+def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
+    """Try all claims."""
+    if not is_equal(c(*c.inputs), c(*c.inputs), 0.0):
+        text = "two calls with the same input in eval mode give different numbers"
+        cause = "random numbers in eval mode: dropout that is left on"
+        yield Finding("determinism", "failed", f"{text}; nothing else can be told", cause)
+        return
+    yield Finding("determinism", "passed", "two calls with the same input give the same numbers")
+    facts = Facts(seed, causal, measure_influence(c, c.inputs, seed) > CLOSE)
+    finding = check_causality(c, c.inputs, facts)
+    facts.is_causal = facts.stated = finding.status != "does not apply"
+    yield with_example(c, finding, check_causality, facts)
+    for check in CLAIMS:
+        name = check.__name__.removeprefix("check_")
+        try:
+            finding = check(c, c.inputs, facts)
+        except NotApplicableError as reason:
+            finding = Finding(name, "does not apply", str(reason))
+        except CandidateError as error:
+            finding = Finding(name, "failed", str(error), "an option that it declares cannot be used")
+        yield with_example(c, finding, check, facts)
+    yield from check_formula(c, facts)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Influence
+
+
+def measure_influence(c: Candidate, inputs: Inputs, seed: int, size: float = 1.0, **options: Any) -> np.ndarray:
+    """(T_q, T_k): how much each row of the result changes with each row of x, or of k and v (relative)."""
+    rng = np.random.default_rng(seed)
+    y = c(*inputs, **options)
+    columns = []
+    for j in range(inputs[-1].shape[-2]):
+        moved = [x.copy() for x in inputs]
+        for x in moved[-2:]:
+            x[..., j, :] += size * rng.standard_normal(x[..., j, :].shape)
+        with np.errstate(invalid="ignore"):
+            change = np.abs(c(*moved, **options) - y)
+        change = np.where(np.isnan(change), np.inf, change)
+        columns.append(change.max(axis=(*range(y.ndim - 2), -1)))
+    return np.stack(columns, axis=-1) / largest(y)
+
+
+def largest(y: np.ndarray) -> float:
+    return float(np.abs(y).max(initial=0.0, where=np.isfinite(y))) or 1.0
+
+
+def past(see: np.ndarray, more: int = 0) -> np.ndarray:
+    """The causal mask of the shape of `see`, with `more` later keys."""
+    n, m = see.shape
+    return np.tri(n, m, m - n + more, dtype=bool)
+
+
+def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    influence = measure_influence(c, inputs, facts.seed)
+    see = influence > CLOSE
+    n, m = see.shape
+    before, later = past(see, -1), see & ~past(see)
+    causal = c.states_causal() if facts.stated is None else facts.stated
+    if not later.any():
+        if m > 1 and not np.diagonal(see, m - n).any():
+            cause = "the mask hides a token from itself (off by one)"
+            return Finding("causality", "failed", "no row depends on its own key and value", cause)
+        return Finding("causality", "passed", f"no row depends on a later one ({n} x {m} pairs, each changed)")
+    strength = influence[later].mean() / influence[before].mean() if n > 1 and influence[before].any() else np.inf
+    is_unordered = n == m and is_symmetric(c, inputs)
+    is_two_way = n != m or is_unordered or ((see == see.T).all() and strength > WEAK)
+    if is_two_way and not causal:
+        text = "rows depend on later ones as on earlier ones: judged as not causal, which causal=True would forbid"
+        return Finding("causality", "does not apply", text)
+    if is_unordered:
+        cause = "there is no causal mask: tokens see all others"
+    elif n == m and not c.takes_rows and not (later[1:].any() or np.diagonal(see)[1:].any()):
+        cause = "the mask hides a token from itself (off by one); the first token, which then has no key, sees all"
+    elif n > 1 and not (before & see).any():
+        cause = "the polarity of the causal mask is inverted: tokens see later ones and not earlier ones"
+    elif n > 2 and not (see & ~past(see, 1)).any():
+        cause = "the mask lets a token see the next one (off by one)"
+    elif see.all():
+        cause = "later tokens leak through something that is computed over all tokens, such as a mean or normalisation"
+    else:
+        cause = "some later tokens leak into earlier ones"
+    i, j = (int(index) for index in np.argwhere(later)[0])
+    text = f"row {i} depends on row {j}, which comes later: it changes by {influence[i, j]:.1e} of the largest element"
+    return Finding("causality", "failed", text, cause, details={"pairs": np.argwhere(later), "strength": strength})
+
+
+def is_symmetric(c: Candidate, inputs: Inputs) -> bool:
+    """Whether the order of tokens means nothing: another order of the rows gives the result in that order."""
+    order = np.random.default_rng(0).permutation(inputs[0].shape[-2])
+    return is_equal(c(*(x[..., order, :] for x in inputs)), c(*inputs)[..., order, :])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Claims
+
+
+def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """Gradients in float64 of every input and parameter."""
+    if c.library == "numpy":
+        raise NotApplicableError("a function of NumPy arrays has no gradients")
+    inputs = tuple(x[..., -3:, :] if c.takes_rows else x for x in inputs)
+    if c.library == "torch":
+        return check_torch_gradients(c, inputs, facts)
+    report = gradcheck(c.module or c.target, *inputs, raises=False, seed=facts.seed)
+    if report.problem:
+        raise NotApplicableError(report.problem)
+    wrong = [entry for entry in report.entries if entry.status in ("wrong", "cut")]
+    unused = [entry.name for entry in report.entries if entry.status == "ignored"]
+    if wrong:
+        text = f"the gradient of {wrong[0].name} is wrong: {wrong[0].worst}"
+        return Finding("gradients", "failed", text, wrong[0].note or "a derivative rule is wrong")
+    if unused:
+        text = f"the result does not depend on {', '.join(unused)}"
+        return Finding("gradients", "failed", text, f"{unused[0]} is not used: it has no effect and no gradient")
+    text = f"{len(report.entries)} inputs and parameters agree with finite differences"
+    return Finding("gradients", "passed", text)
+
+
+def check_torch_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """Gradients of torch, in a random direction of each tensor, against central differences."""
+    rng = np.random.default_rng(facts.seed)
+    leaves = [c.convert(x, requires_grad=True) for x in inputs]
+    named = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
+    named |= dict(c.module.named_parameters()) if c.module is not None else {}
+    y = c.call_raw(*leaves)
+    g = c.torch.tensor(rng.standard_normal(tuple(y.shape)))
+    gradients = c.torch.autograd.grad((y * g).sum(), list(named.values()), allow_unused=True)
+    for (name, x), gradient in zip(named.items(), gradients, strict=True):
+        direction, h = c.torch.tensor(rng.choice([-1.0, 1.0], tuple(x.shape))), 1e-6
+        with c.torch.no_grad():
+            values = []
+            for step in (h, -2 * h):
+                x += step * direction
+                values.append(c.call_raw(*leaves))
+            x += h * direction
+            numeric = float(((values[0] - values[1]) * g).sum()) / (2 * h)
+        analytic = 0.0 if gradient is None else float((gradient * direction).sum())
+        if abs(numeric - analytic) > 1e-5 * max(1.0, abs(numeric)):
+            text = f"along one direction of {name} autograd has {analytic:.6g}, finite differences {numeric:.6g}"
+            return Finding(
+                "gradients", "failed", text, "the graph is cut (detach, .data, no_grad) or a backward is wrong"
+            )
+        if gradient is None:
+            return Finding("gradients", "failed", f"{name} has no gradient", f"{name} is not used: it has no effect")
+    return Finding("gradients", "passed", f"{len(named)} inputs and parameters agree with finite differences")
+
+
+def check_dtype(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    y = c(*inputs, dtype=np.float32)
+    if y.dtype != np.float32:
+        cause = f"float32 is promoted to {y.dtype}, as by an array or np.float64 number inside (np.sqrt of an integer)"
+        return Finding("dtype", "failed", f"float32 inputs give {y.dtype}", cause)
+    y = c(*inputs)
+    if y.dtype != np.float64:
+        return Finding("dtype", "failed", f"float64 inputs give {y.dtype}", "a conversion to float32 inside")
+    rng = np.random.default_rng(facts.seed)
+    directions = [rng.standard_normal(x.shape) for x in inputs]
+    slopes = []
+    for h in (1e-4, 1e-8):
+        plus, minus = (c(*(x + sign * h * v for x, v in zip(inputs, directions, strict=True))) for sign in (1, -1))
+        slopes.append((plus - minus) / (2 * h))
+    if not is_equal(slopes[1], slopes[0], 1e-3):
+        text = "with float64 inputs, a change of 1e-8 is rounded away"
+        return Finding("dtype", "failed", text, "numbers are rounded to float32 inside")
+    return Finding("dtype", "passed", "float32 gives float32; float64 gives float64, with no rounding to less inside")
+
+
+def check_batch(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """A row of a batch equals the row alone."""
+    rng = np.random.default_rng(facts.seed)
+    rows = [inputs, *(tuple(rng.standard_normal(x.shape) for x in inputs) for _ in range(2))]
+    try:
+        y = c(*(np.stack(xs) for xs in zip(*rows, strict=True)))
+        alone = [c(*row) for row in rows]
+    except CandidateError as error:
+        if inputs[0].ndim < 3 or len({len(x) for x in inputs}) > 1:
+            raise NotApplicableError(f"it takes no batch: {error}") from None
+        rows = [tuple(rng.standard_normal((3, *x.shape[1:])) for x in inputs)]
+        y, alone = c(*rows[0]), [c(*(x[i : i + 1] for x in rows[0]))[0] for i in range(3)]
+    for i, expected in enumerate(alone):
+        if not is_equal(y[i], expected):
+            text = f"row {i} of a batch of 3 differs from the row alone"
+            return Finding("batch", "failed", text, "something is computed over the batch axis")
+    return Finding("batch", "passed", "each row of a batch of 3 equals the row alone")
+
+
+def check_chunking(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """The last queries alone, of a function of q, k and v."""
+    if c.takes_rows:
+        raise NotApplicableError("it takes x, of which keys and queries are made: see cache")
+    q, k, v = inputs
+    n = q.shape[-2]
+    whole = c(q, k, v)
+    for t in range(n - 1, 0, -1):
+        try:
+            y = c(q[..., n - t :, :], k, v)
+        except CandidateError as error:
+            raise NotApplicableError(f"it takes as many queries as keys only: {error}") from None
+        if not is_equal(y, whole[..., n - t :, :]):
+            see = measure_influence(c, (q[..., n - t :, :], k, v), facts.seed) > CLOSE
+            corner = facts.is_causal and not np.triu(see, 1).any()
+            cause = "the causal mask is aligned at the top left corner: with a cache, new queries miss the latest keys"
+            text = f"the last {t} of {n} queries alone give other rows than all of them"
+            return Finding(
+                "chunking", "failed", text, cause if corner else "queries depend on each other, or on their place"
+            )
+    return Finding("chunking", "passed", f"the last 1 to {n - 1} queries alone give the same rows as all {n}")
+
+
+def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """The claims of `kv_cache`."""
+    if "cache" not in c.options or not c.takes_rows or c.library != "tinygrad_mha":
+        raise NotApplicableError("it declares no cache that a KVCache of this package can be given to")
+    if len(inputs[0]) < 2 or not facts.is_causal:
+        raise NotApplicableError("a cache serves causal attention of at least two tokens")
+    with c.guard():
+        verdict = kv_cache(
+            c.module,
+            inputs[0][..., -5:, :],
+        )
+    if verdict.ok:
+        return Finding("cache", "passed", "with a cache in any chunks, cropped or forked, the same numbers as without")
+    first = verdict.failed[0]
+    cause = explain_cache(c, inputs[0][..., -5:, :]) or first.cause
+    return Finding("cache", "failed", f"{first.name}: {first.message}", cause, details=first.example)
+
+
+def explain_cache(c: Candidate, x: np.ndarray) -> str:
+    """Two faults that show only where the projections are known."""
+    n, cache, y = len(x), KVCache(), x
+    for t in range(n):
+        options = {"positions": np.arange(t, t + 1)} if "positions" in c.options else {}
+        y = c(x[t : t + 1], cache=cache[0], **options)
+    reference, see = Reference(c), np.tri(n, dtype=bool)
+    formula, _, _ = reference.identify((x,), c(x), see)
+    if formula is None:
+        return ""
+    if is_equal(reference.compute(replace(formula, hides_itself=True), (x,), see)[-1:], y):
+        return "the newest token is missing from the keys: a query does not see its own"
+    unmoved = reference.compute(replace(formula, rotary=""), (x,), see)[-1:]
+    is_restarted = formula.rotary and is_equal(unmoved, y)
+    return "positions are not offset by the tokens in the cache: each call starts again at 0" if is_restarted else ""
+
+
+def check_mask(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """What the mask hides has no influence, and what True means."""
+    if "allow" not in c.options:
+        raise NotApplicableError("it declares no allow, mask or attn_mask")
+    n, m = inputs[0].shape[-2], inputs[-1].shape[-2]
+    rng = np.random.default_rng(facts.seed)
+    allow = rng.random((n, m)) < 0.5
+    allow[:, 0] = True
+    expected = allow & past(allow) if facts.is_causal else allow
+    open_pairs = np.eye(n, m, dtype=bool) if c.takes_rows else np.zeros((n, m), dtype=bool)
+    name, problem = c.options["allow"], ""
+    for meaning, encode in ENCODINGS.items():
+        try:
+            see = measure_influence(c, inputs, facts.seed, allow=encode(allow)) > CLOSE
+        except CandidateError as error:
+            problem = problem or str(error)
+            continue
+        if (see | open_pairs == expected | open_pairs).all():
+            facts.encode = encode
+            if meaning == "True hides" and name == "allow":
+                cause = "the polarity of the mask is inverted: allow is True where a query may attend, here True hides"
+                return Finding("mask", "failed", "a key has an influence exactly where allow is False", cause)
+            return Finding("mask", "passed", f"hidden keys have no influence; of {name}, {meaning}")
+    if problem:
+        raise NotApplicableError(f"{name} of shape {(n, m)} cannot be used: {problem}")
+    return Finding("mask", "failed", f"a key that {name} hides has an influence", "the mask is ignored or incomplete")
+
+
+ENCODINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "True = may attend": lambda allow: allow,
+    "True hides": lambda allow: ~allow,
+    "0 and -inf are added": lambda allow: np.where(allow, 0.0, -np.inf),
+}
+
+
+def check_exclusion(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """Hidden keys have no influence, however large their scores are."""
+    n, m = inputs[0].shape[-2], inputs[-1].shape[-2]
+    options: dict[str, Any] = {}
+    allow = past(np.ones((n, m), dtype=bool))
+    if facts.encode is not None:
+        options["allow"] = facts.encode(allow)
+    elif not facts.is_causal:
+        raise NotApplicableError("nothing is hidden")
+    big = tuple(x * HUGE if i < 2 else x for i, x in enumerate(inputs))
+    if not np.isfinite(c(*big, **options)).all():
+        raise NotApplicableError("scores of this size overflow: see overflow")
+    influence = measure_influence(c, big, facts.seed, HUGE, **options)
+    seen = (influence > CLOSE) & ~allow & ~np.eye(n, m, dtype=bool)
+    if seen.any() and not ((measure_influence(c, inputs, facts.seed, **options) > CLOSE) & seen).any():
+        i, j = np.argwhere(seen)[0]
+        text = f"with queries and keys times {HUGE:.0e}, row {i} sees the hidden key {j}"
+        cause = "a finite constant (such as -1e4) is added to hidden scores instead of an exclusion: large scores win"
+        return Finding("exclusion", "failed", text, cause)
+    return Finding("exclusion", "passed", f"hidden keys have no influence, also with scores of {HUGE**2:.0e}")
+
+
+def check_empty(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """A query that may attend to no key."""
+    if facts.encode is None:
+        raise NotApplicableError("no mask can hide all keys of a query")
+    allow = np.ones((inputs[0].shape[-2], inputs[-1].shape[-2]), dtype=bool)
+    allow[0] = False
+    row = c(*inputs, allow=facts.encode(allow))[..., 0, :]
+    if not np.isfinite(row).all():
+        cause = "softmax of a fully masked row, -inf - -inf: a query with no key gets nan, which spreads in a batch"
+        return Finding("empty", "failed", "a query that may attend to no key gets nan", cause)
+    value = "zeros" if not row.any() else "finite numbers"
+    return Finding("empty", "passed", f"a query that may attend to no key gets {value}")
+
+
+def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    """A row with padding equals the row alone."""
+    if "key_allow" not in c.options:
+        raise NotApplicableError("it declares no key_allow or key_padding_mask")
+    name, n = c.options["key_allow"], inputs[-1].shape[-2]
+    rng = np.random.default_rng(facts.seed)
+
+    def run(fill: float, hides: bool) -> np.ndarray:
+        rows = [
+            np.concatenate([np.full_like(x[..., :1, :], fill) * rng.standard_normal(x.shape[-1]), x], -2)
+            for x in inputs
+        ]
+        if not c.takes_rows:
+            rows[0] = inputs[0]
+        rows = [x[None] if x.ndim == 2 and c.takes_rows else x for x in rows]
+        options = {"positions": np.maximum(np.arange(n + 1) - 1, 0)[None]} if "positions" in c.options else {}
+        key_allow = np.broadcast_to(np.arange(n + 1) > 0, (len(rows[0]) if rows[0].ndim > 2 else 1, n + 1))
+        y = c(*rows, key_allow=key_allow ^ hides, **options)
+        return (y[0] if inputs[0].ndim == 2 and y.ndim == 3 else y)[..., -inputs[0].shape[-2] :, :]
+
+    alone = c(*inputs)
+    found = [hides for hides in (False, True) if is_equal(run(3.0, hides), alone)]
+    if not found:
+        text = f"a padding token in front, hidden by {name}, changes the result"
+        return Finding("padding", "failed", text, f"{name} does not hide padding from every query")
+    if found[0] and "allow" in name:
+        return Finding("padding", "failed", f"{name} hides where it is True", f"the polarity of {name} is inverted")
+    text = f"{'True is padding' if found[0] else 'False is padding'}; hidden by {name} it has no influence"
+    text += "" if is_equal(run(np.nan, found[0]), alone) else ", unless it holds nan (0 * nan is nan)"
+    return Finding("padding", "passed", text)
+
+
+def check_overflow(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    y = c(*(x * 300.0 if i < 2 else x for i, x in enumerate(inputs)))
+    if not np.isfinite(y).all():
+        cause = "exp overflows: the largest score of each row is not subtracted before it"
+        return Finding("overflow", "failed", "with queries and keys times 300 the result is not finite", cause)
+    return Finding("overflow", "passed", "with queries and keys times 300 the result is finite")
+
+
+def check_permutation(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    if facts.is_causal:
+        raise NotApplicableError("a causal mask depends on the order of tokens")
+    order = np.random.default_rng(facts.seed).permutation(inputs[-1].shape[-2])
+    if c.takes_rows:
+        is_same = is_symmetric(c, inputs)
+    else:
+        is_same = is_equal(c(inputs[0], *(x[..., order, :] for x in inputs[1:])), c(*inputs))
+    if not is_same:
+        raise NotApplicableError("the order of keys matters: it has positions")
+    return Finding("permutation", "passed", "another order of the keys, each with its value, changes nothing")
+
+
+def check_shift(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    if "positions" not in c.options or not c.takes_rows:
+        raise NotApplicableError("it takes no positions")
+    places = np.arange(inputs[0].shape[-2])
+    y = c(*inputs, positions=places)
+    if not is_equal(y, c(*inputs)):
+        return Finding(
+            "shift",
+            "failed",
+            "without positions, its tokens do not stand at 0, 1, 2, ...",
+            "wrong default of positions",
+        )
+    if not is_equal(c(*inputs, positions=places + 5), y):
+        raise NotApplicableError("it depends on absolute positions")
+    return Finding("shift", "passed", "all positions 5 later give the same result")
+
+
+def check_window(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+    window = c.find_size("window", "window_size", "sliding_window")
+    n, m = facts.see.shape
+    distances = np.arange(m - n, m)[:, None] - np.arange(m)
+    if window is None or not facts.is_causal or window >= m:
+        raise NotApplicableError("it has no window shorter than the input")
+    found = int(distances[facts.see].max()) + 1
+    if found != window:
+        text = f"the window is {window}, but a query sees the last {found} keys"
+        return Finding(
+            "window",
+            "failed",
+            text,
+            "the window is off by one" if abs(found - window) == 1 else "the window is ignored",
+        )
+    return Finding("window", "passed", f"a query sees the last {window} keys, itself included")
+
+
+CLAIMS: list[Check] = [
+    check_gradients, check_dtype, check_batch, check_chunking, check_cache, check_mask, check_exclusion, check_empty,
+    check_padding, check_overflow, check_permutation, check_shift, check_window,
+]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The formula
+
+
+def check_formula(c: Candidate, facts: Facts) -> Iterator[Finding]:
+    """What only a comparison with the formula shows: scale, softmax, heads, roles, positions, residual."""
+    bias = measure_bias(c, facts) if not c.takes_rows and c.module is None else None
+    names = dict.fromkeys(["scale", *(name for name, _, _ in FAULTS if name != "causality")])
+    reference, y = Reference(c), c(*c.inputs)
+    formula, claim, cause = reference.identify(c.inputs, y, facts.see, 0.0 if bias is None else bias)
+    if formula is None and bias is not None:
+        formula, claim, cause = reference.identify(c.inputs, y, facts.see)
+    if bias is not None and not claim and prefers_far(bias, facts.see):
+        claim, cause = "positions", "the slope of the distances (ALiBi) has the wrong sign: far keys get more weight"
+    if claim and formula is not None:
+        correct = Formula(formula.n_head, rotary=formula.rotary)
+
+        def differs(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
+            n, m = inputs[0].shape[-2], inputs[-1].shape[-2]
+            expected = reference.compute(correct, inputs, facts.see[:n, :m])
+            status = "passed" if is_equal(expected, c(*inputs)) else "failed"
+            return Finding(claim, status, "", cause)  # type: ignore[arg-type]
+
+        text = "the result equals the formula with this one change, and not the formula"
+        yield with_example(c, Finding(claim, "failed", text, cause), differs, facts)
+    for name in names:
+        if name == claim:
+            continue
+        if formula is None:
+            reason = "neither softmax(Q K^T / sqrt(d_k)) V nor one of its known faults: no formula to compare with"
+            yield Finding(name, "does not apply", reason)
+        else:
+            heads = f" in {formula.n_head} heads" if formula.n_head > 1 else ""
+            rotary = ", rotary" if formula.rotary else ""
+            yield Finding(name, "passed", f"as in softmax(Q K^T / sqrt(d_k)) V{heads}{rotary}")
+
+
+def measure_bias(c: Candidate, facts: Facts) -> np.ndarray | None:
+    """What is added to the scores of a function of q, k and v, (..., T_q, T_k): with q = 0 there is nothing else."""
+    q, k, v = c.inputs
+    if v.shape[-1] < v.shape[-2] or len({x.shape[:-2] for x in c.inputs}) > 1:
+        return None
+    weights = c(np.zeros_like(q), k, v) @ np.linalg.pinv(v)
+    if weights.shape[-2:] != facts.see.shape or not (weights[..., facts.see] > 0).all():
+        return None
+    bias = np.log(np.where(facts.see & (weights > 0), weights, 1.0))
+    return bias - bias.max(axis=-1, keepdims=True)
+
+
+def prefers_far(bias: np.ndarray, see: np.ndarray) -> bool:
+    """Whether the bias of the last query falls by the same amount with each key towards the latest."""
+    steps = np.diff(bias[..., -1, :][..., see[-1]])
+    return bool(steps.size > 1 and np.ptp(steps) < CLOSE and steps.max() < -CLOSE)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Examples
+
+
+def with_example(c: Candidate, finding: Finding, check: Check, facts: Facts) -> Finding:
+    """A failed finding with the smallest inputs for which the check fails for the same cause."""
+    if finding.status != "failed":
+        return finding
+    inputs = c.inputs
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for smaller in simplify(inputs, has_free_width=c.module is None):
+            try:
+                found = check(c, smaller, facts)
+            except Exception:  # inputs that it cannot have
+                continue
+            if found.status == "failed" and found.cause == finding.cause:
+                inputs, is_smaller = smaller, True
+                finding = replace(finding, message=found.message or finding.message)
+                break
+    names = ["x"] if c.takes_rows else ["q", "k", "v"]
+    return replace(finding, example=dict(zip(names, inputs, strict=True)))
+
+
+def simplify(inputs: Inputs, has_free_width: bool) -> Iterator[Inputs]:
+    """Smaller inputs: fewer tokens, then fewer columns, then round numbers."""
+    n = min(x.shape[-2] for x in inputs)
+    for t in range(1, n):
+        yield tuple(x[..., :t, :] for x in inputs)
+    if has_free_width:
+        for width in range(1, min(x.shape[-1] for x in inputs)):
+            yield tuple(x[..., :width] for x in inputs)
+    for digits in (0, 1):
+        rounded = tuple(np.round(x, digits) for x in inputs)
+        if not all(np.array_equal(x, np.round(x, digits)) for x in inputs):
+            yield rounded
