@@ -313,9 +313,16 @@ class Plain(nn.Module):
 
     def forward(self, x, cache=None):
         q, k, v = (x @ w for w in self.w)
+        q, k = self.place(q), self.place(k)
         if cache is not None:
-            k, v = cache.append(k, v)
+            k, v = self.store(cache, k, v)
         return nn.attention(q, k, v, allow=self.mask(q.shape[-2], k.shape[-2]))
+
+    def place(self, t):
+        return t
+
+    def store(self, cache, k, v):
+        return cache.append(k, v)
 
     def mask(self, n, n_k):
         return nn.causal(n, n_k)
@@ -331,20 +338,65 @@ class PlainWithoutMask(Plain):
         return np.ones((n, n_k), bool) if n < n_k else nn.causal(n, n_k)
 
 
-def test_an_attention_without_steps_padding_or_heads_is_checked_per_layer():
+class PlainForgets(Plain):
+    def store(self, cache, k, v):
+        cache.append(k, v)
+        return k, v
+
+
+class PlainDropsTheFirst(Plain):
+    def mask(self, n, n_k):
+        return nn.causal(n, n_k) & ((np.arange(n_k) > 0) | (n == n_k))
+
+
+class PlainDropsTheLast(Plain):
+    def mask(self, n, n_k):
+        return nn.causal(n, n_k) & ((np.arange(n_k) != n_k - n - 1) | (n == n_k))
+
+
+class PlainPlacesAtTheStart(Plain):
+    def place(self, t):
+        return nn.positions.rotary(t, np.arange(t.shape[-2]))
+
+
+class PlainStoresHalf(Plain):
+    def store(self, cache, k, v):
+        return cache.append(k.astype(np.float16).astype(k.dtype), v.astype(np.float16).astype(v.dtype))
+
+
+class PlainHidesItsOwn(Plain):
+    def mask(self, n, n_k):
+        return nn.causal(n, n_k) & ((np.arange(n_k) != np.arange(n_k - n, n_k)[:, None]) | (n == n_k))
+
+
+PLAIN_FAULTS = {
+    PlainFromTheLeft: "mask from the wrong corner (top-left)",
+    PlainWithoutMask: "no causal mask with a cache",
+    PlainForgets: "cache not used",
+    PlainDropsTheFirst: "trimmed by one: the first",
+    PlainDropsTheLast: "trimmed by one: the last",
+    PlainPlacesAtTheStart: "position not offset",
+    PlainStoresHalf: "dtype",
+    PlainHidesItsOwn: "no fault that this check knows gives these numbers; it finds more if forward shows",
+}
+
+
+@pytest.mark.parametrize("fault", PLAIN_FAULTS, ids=lambda c: c.__name__)
+def test_most_faults_are_named_where_no_steps_are_shown(fault):
     model = gpt(attention=Plain)
-    verdict = kv_cache(model, PROMPT)
+    model.h[0].attn = fault().astype(np.float32)
+    first = kv_cache(model, PROMPT).first_divergence
+    assert (first.claim, first.layer, first.head) == ("chunks", 0, None)
+    assert first.cause.startswith(PLAIN_FAULTS[fault])
+
+
+def test_an_attention_without_steps_padding_or_heads_is_checked_per_layer():
+    verdict = kv_cache(gpt(attention=Plain), PROMPT)
     assert verdict.ok
     assert {f.name: f.status for f in verdict.findings}["padding"] == "does not apply"
     assert np.shape(verdict.differences) == (6, 2, 1)
     assert verdict.ledger.total.cached["K reused"] == 0  # no step shows how many rows there are
     assert verdict.ledger.total.cached["multiply-adds"] < verdict.ledger.total.uncached["multiply-adds"]
-    model.h[0].attn = PlainFromTheLeft().astype(np.float32)
-    first = kv_cache(model, PROMPT).first_divergence
-    assert (first.layer, first.head) == (0, None)
-    assert first.cause.endswith("it finds more if forward shows q, k, v and scores to edit")
-    model.h[0].attn = PlainWithoutMask().astype(np.float32)
-    assert kv_cache(model, PROMPT).first_divergence.cause.startswith("no causal mask with a cache")
 
 
 @pytest.mark.parametrize("wrong", ["input", "bias", "mixes"])

@@ -380,7 +380,10 @@ class Subject:
         history = np.concatenate([run[layer, "x"][row] for run in runs])
         positions = np.concatenate([call.positions()[row] for call in calls])
         x = self.whole(calls[-1].rows[row], True)[layer, "x"][0]
-        return Case(self.watched[layer].attention, x, tokens.start, tokens.stop, history, positions, shown)
+        assert calls[-1].cache is not None
+        keys = calls[-1].cache[layer].keys()
+        keys = keys[row] if len(calls[-1].rows) > 1 else keys
+        return Case(self.watched[layer].attention, x, tokens.start, tokens.stop, history, positions, keys, shown)
 
     def measure_differences(self) -> list[list[list[float]]]:
         """The largest difference of each call, layer and head, token by token."""

@@ -159,6 +159,11 @@ class CachedLayer:
         """The number of tokens of this layer, with those that were appended in the current call."""
         return self._cache._counts[self._layer]
 
+    def keys(self) -> np.ndarray:
+        """The keys of this layer, (..., T, width): a view."""
+        rows = self._cache._rows[self._layer]
+        return np.empty((0, 0)) if rows is None else rows.first(self.appended)[0]
+
     def append(self, k: Tensor, v: Tensor, snapshot: bool = True) -> tuple[Any, Any]:
         """Append keys and values (..., T, width), and return those of all tokens.
 
