@@ -118,6 +118,11 @@ class PlacesKeysAtTheStart(Own):
         return super().place(q, k, positions, cache)[0], super().place(q, k, np.arange(q.shape[-2]), cache)[1]
 
 
+class PlacesOneTooFar(Own):
+    def place(self, q, k, positions, cache):
+        return super().place(q, k, np.asarray(positions) + (cache is not None and cache.length > 0), cache)
+
+
 class BiasFromTheStart(Own):
     def bias(self, n, n_k):
         distance = np.arange(n)[:, None] - np.arange(n_k)
@@ -228,6 +233,7 @@ FAULTS = {
     PlacesAtTheStart: ("chunks", "position not offset"),
     PlacesQueriesAtTheStart: ("chunks", "position not offset"),
     PlacesKeysAtTheStart: ("chunks", "position not offset"),
+    PlacesOneTooFar: ("chunks", "position off by one"),
     BiasFromTheStart: ("chunks", "position not offset"),
     MasksFromTheLeft: ("chunks", "mask from the wrong corner (top-left)"),
     ForgetsTheCache: ("chunks", "cache not used"),

@@ -170,6 +170,11 @@ def put_at_the_start(case: Case) -> Iterator[np.ndarray]:
     yield from put_elsewhere(case, case.x[start : case.stop])
 
 
+def put_beside(case: Case) -> Iterator[np.ndarray]:
+    for shift in (1, -1):
+        yield recompute(case, positions=np.arange(case.stop) + shift * (np.arange(case.stop) >= case.start))
+
+
 def see_only(sees: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Predict:
     """Hide keys: `sees(i, j, start)` tells whether query i of the call sees key j."""
 
@@ -231,6 +236,7 @@ def round_numbers(case: Case) -> Iterator[np.ndarray]:
 CAUSES: dict[str, Predict] = {
     "not causal: without a cache, tokens see later ones": lambda case: iter([recompute(case)]),
     NOT_OFFSET: put_at_the_start,
+    "position off by one: new tokens stand one place too far or too near": put_beside,
     "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i only": see_from_the_left,
     "cache not used: new tokens see only each other": see_only(lambda i, j, start: j >= start),
     "a token missing: new tokens do not see their own key": see_only(lambda i, j, start: j != start + i),

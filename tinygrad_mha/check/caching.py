@@ -57,7 +57,7 @@ class Divergence:
 
     Attributes:
         claim: "chunks", "padding", "crop" or "fork".
-        chunks: the number of tokens of each call up to this one.
+        chunks: the number of tokens of each call up to this one; () if a call raised an error, which is the cause.
         step: the index of this call.
         layer, head: None if no layer differs, or the attention shows no heads.
         token: its index in its sequence.
@@ -75,6 +75,8 @@ class Divergence:
     cause: str
 
     def __str__(self) -> str:
+        if not self.chunks:
+            return f"{self.claim}: {self.cause}"
         places = {name: getattr(self, name) for name in ("step", "layer", "head", "token")}
         place = ", ".join(f"{name} {index}" for name, index in places.items() if index is not None)
         return f"{self.claim}: calls of {self.chunks} tokens, {place}: {self.difference:.1e} off. {self.cause}"
