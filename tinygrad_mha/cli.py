@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import inspect
 import json
 import sys
@@ -13,16 +12,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 import tinygrad_mha as tg
-from tinygrad_mha.check import GradcheckReport, gradcheck
+from tinygrad_mha.check import GradcheckReport, attention, gradcheck
 from tinygrad_mha.data import Tokenizer, load_tokenizer
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
+from tinygrad_mha.files.python_files import load_object, running
 from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
@@ -35,11 +34,11 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0 for success, 1 for a failed check or training, 2 for a usage error."""
+    """Run one command. Returns 0 for success, 1 for a failed check or training, 2 for what could not be run."""
     parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_demo, add_train, add_generate, add_graph, add_walkthrough, add_gradcheck):
+    for add in (add_demo, add_train, add_generate, add_graph, add_walkthrough, add_gradcheck, add_check):
         add(commands)
     args = parser.parse_args(argv)
     try:
@@ -255,7 +254,9 @@ def run_graph(args: argparse.Namespace) -> int:
     elif ":" not in args.target:
         raise ValueError(f"expected {', '.join(SUBJECTS)} or FILE.py:NAME, got {args.target!r}")
     else:
-        y = call_function(load_object(args.target), args)
+        f = load_object(args.target)
+        with running(args.target.rpartition(":")[0]):
+            y = call_function(f, args)
     depth = 1 if args.target == "gpt" and args.depth is None else args.depth
     values: bool | str = False if args.no_values else "auto"
     options = {"backward": args.backward, "ops": args.ops, "direction": args.direction}
@@ -332,7 +333,7 @@ def run_gradcheck(args: argparse.Namespace) -> int:
     """Check every derivative rule, or your own function, against finite differences.
 
     Without a target all primitives are checked. The inputs of your own function are its default values, the samples of
-    a primitive, or random arrays of --shape. Exit code 0: all correct; 1: a check failed; 2: usage error.
+    a primitive, or random arrays of --shape. Exit code 0: all correct; 1: a check failed; 2: could not be run.
     """
     if args.target is None:
         if args.shape:
@@ -341,7 +342,8 @@ def run_gradcheck(args: argparse.Namespace) -> int:
     f = load_object(args.target)
     if isinstance(f, Primitive) and f.samples is not None and not args.shape:
         return report_primitives([f], args)
-    report = gradcheck(f, *make_inputs(f, args), order=args.order, seed=args.seed, raises=False)
+    with running(args.target.rpartition(":")[0]):
+        report = gradcheck(f, *make_inputs(f, args), order=args.order, seed=args.seed, raises=False)
     print(json.dumps(report.to_dict()) if args.json else report)
     return 0 if report.ok else 1
 
@@ -395,6 +397,33 @@ def summarize(op: Primitive[..., Any], reports: list[GradcheckReport], ok: bool)
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# check
+
+
+def add_check(commands: Any) -> None:
+    option = add_command(commands, run_check)
+    option("target", metavar="FILE.py:NAME", help="a function of x or of q, k, v; a module, or its class")
+    option("--causal", action=argparse.BooleanOptionalAction, help="whether tokens must not depend on later ones")
+    option("--shape", nargs="+", metavar="7x11", help="one shape for each input (default: small ones that fit)")
+    option("--seed", type=int, default=0, help="of weights and inputs (default 0)")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Check an attention of your own against what every attention promises, and name its fault.
+
+    Gradients, causality, caches, masks, padding, batches, dtypes, and the formula itself: scale, softmax, heads. It is
+    made of NumPy, of this package or of torch. Exit code 0: passed; 1: a claim failed; 2: could not be run.
+    """
+    target = load_object(args.target, with_classes=True)
+    rng = np.random.default_rng(args.seed)
+    inputs = [rng.standard_normal(parse_shape(text)) for text in args.shape or ()]
+    verdict = attention(target, *inputs, causal=args.causal, seed=args.seed)
+    print(json.dumps(verdict.to_dict()) if args.json else verdict)
+    return verdict.exit_code
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # A user's own function
 
 
@@ -420,33 +449,3 @@ def parse_shape(text: str) -> tuple[int, ...]:
         return tuple(int(n) for n in text.strip("()").replace(",", "x").split("x") if n.strip())
     except ValueError:
         raise ValueError(f"{text!r} is not a shape: write 3x5, or () for a number") from None
-
-
-def load_object(target: str) -> Callable[..., Any]:
-    """The object NAME of the file in FILE.py:NAME."""
-    path, colon, name = target.rpartition(":")
-    if not colon or not name:
-        raise ValueError(f"expected FILE.py:NAME, got {target!r}")
-    module = run_file(Path(path))
-    if not hasattr(module, name):
-        known = [
-            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__
-        ]
-        raise ValueError(f"{path} has no {name!r}; it defines {', '.join(known) or 'no functions'}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise TypeError(f"{target} is a {type(found).__name__}, expected a function, a primitive or a module")
-    return found
-
-
-def run_file(path: Path) -> ModuleType:
-    """Run a Python file as a module; like a script, it can import the files beside it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
-    return module

@@ -590,6 +590,6 @@ def simplify(inputs: Inputs, has_free_width: bool) -> Iterator[Inputs]:
         for width in range(1, min(x.shape[-1] for x in inputs)):
             yield tuple(x[..., :width] for x in inputs)
     for digits in (0, 1):
-        rounded = tuple(np.round(x, digits) for x in inputs)
+        rounded = tuple(np.round(x, digits) + 0.0 for x in inputs)  # no -0.0
         if not all(np.array_equal(x, np.round(x, digits)) for x in inputs):
             yield rounded

@@ -101,19 +101,19 @@ class Verdict:
             lines += textwrap.wrap(self.problem, WIDTH, initial_indent="  ", subsequent_indent="  ")
         elif names:
             lines = textwrap.wrap(f"{self.subject}: FAILED ({names})", WIDTH, subsequent_indent="  ")
-        statuses = [self._status_word(finding) for finding in self.findings]
-        first = max(map(len, statuses), default=0)
+        groups: dict[Any, list[Finding]] = {}  # what was said of several claims alike stands on one line
+        for finding in sorted(self.findings, key=lambda finding: finding.status != "failed"):
+            groups.setdefault((finding.status, finding.message, finding.cause), []).append(finding)
+        first = max((len(self._status_word(finding)) for finding in self.findings), default=0)
         second = max((len(finding.name) for finding in self.findings), default=0)
-        for finding, status in zip(self.findings, statuses, strict=True):
-            indent = " " * (first + second + 6)
-            start = f"  {status:{first}}  {finding.name:{second}}  "
-            lines += textwrap.wrap(finding.message, WIDTH, initial_indent=start, subsequent_indent=indent) or [start]
-            if finding.cause:
-                lines += textwrap.wrap(
-                    f"cause: {finding.cause}", WIDTH, initial_indent=indent, subsequent_indent=indent
-                )
-            for name, value in finding.example.items():
-                lines.append(textwrap.indent(format_value(name, value, WIDTH - len(indent)), indent))
+        indent = " " * (first + second + 6)
+        for finding, *others in groups.values():
+            start = f"  {self._status_word(finding):{first}}  {finding.name:{second}}  "
+            also = f" (also {', '.join(other.name for other in others)})" if others else ""
+            parts = [finding.message + also, f"cause: {finding.cause}" if finding.cause else ""]
+            text = [line for part in parts for line in textwrap.wrap(part, WIDTH - len(indent))]
+            text += [format_value(name, value, WIDTH - len(indent)) for name, value in finding.example.items()]
+            lines.append(start + textwrap.indent("\n".join(text), indent).lstrip())
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:

@@ -1,0 +1,79 @@
+"""A person's own Python file: the object NAME of FILE.py:NAME, whatever happens when the file runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["OwnCodeError", "load_object", "running"]
+
+
+class OwnCodeError(ValueError):
+    """A person's own code that cannot be loaded or run; the message is one line."""
+
+
+def load_object(target: str, with_classes: bool = False) -> Callable[..., Any]:
+    """Run the file in FILE.py:NAME and return its NAME, a function, primitive, module or other callable.
+
+    What the file prints goes to standard error. Like a script, it can import the files beside it.
+
+    Args:
+        with_classes: whether NAME may be a class.
+
+    Raises:
+        OwnCodeError: the file raises an exception, calls sys.exit(), is not Python, or has no such name.
+        FileNotFoundError: there is no such file.
+        TypeError: NAME is something else.
+    """
+    path, colon, name = target.rpartition(":")
+    if not colon or not name:
+        raise OwnCodeError(f"expected FILE.py:NAME, got {target!r}")
+    module = run_file(Path(path))
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+        raise OwnCodeError(f"{path} has no {name!r}; it defines {', '.join(own) or 'no functions'}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise TypeError(f"{target} is a {type(found).__name__}, expected a function, a primitive or a module")
+    if isinstance(found, type) and not with_classes:
+        raise TypeError(f"{target} is a class, expected a function or an object: write model = {name}(...) in the file")
+    return found
+
+
+def run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OwnCodeError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # a dataclass looks its module up there
+    sys.path.insert(0, str(path.parent))
+    with running(path), contextlib.redirect_stdout(sys.stderr):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def running(path: Any) -> Iterator[None]:
+    """While the code of a file runs: its sys.exit() and its exceptions become an `OwnCodeError` that names the line."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise OwnCodeError(f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path)]
+        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        if isinstance(error, SystemExit):
+            hint = "code for a script alone belongs under if __name__ == '__main__'"
+            raise OwnCodeError(f"{place}: it calls sys.exit({error.code}), so nothing was computed; {hint}") from error
+        if not lines:
+            raise  # it comes from a check of ours
+        text = " ".join(str(error).split())
+        raise OwnCodeError(f"{place}: {type(error).__name__}: {text}") from error
