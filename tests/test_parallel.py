@@ -165,11 +165,11 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended():
 
 
 def test_steps_too_small_for_threads_are_computed_in_one_and_the_run_says_so(monkeypatch):
-    monkeypatch.setattr(parallel, "LEAST_WORK", 10**8)
+    monkeypatch.setattr(parallel, "LEAST_WORK", 10**9)
     events = []
     run = small(workers=3, show=events.append)
     assert run.workers.threads == 1
-    note = "1 worker(s) instead of 3, which pay from 100,000,000 multiply-adds a step, not "
+    note = "1 worker(s) instead of 3, which pay from 1,000,000,000 multiply-adds a step, not "
     assert note in events[0]["computing"]
     assert run.log.rows == small().log.rows
 

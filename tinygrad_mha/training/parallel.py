@@ -34,8 +34,8 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 IGNORED = -100  # targets that losses do not count, as `ignore_index` of `ops.cross_entropy`
 
-# The multiply-adds of a step below which threads cost more than they save.
-LEAST_WORK = 100_000_000
+# The multiply-adds of a step below which threads lose more time to the interpreter, which they share, than they save.
+LEAST_WORK = 500_000_000
 
 # The variables in which launchers tell a process how many there are: MPICH and its descendants, Open MPI, Slurm.
 LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
