@@ -114,7 +114,7 @@ def multi_query(q, k, v):
 @variant()
 def alibi(q, k, v, slope=0.25):
     n, m = q.shape[-2], k.shape[-2]
-    distance = np.arange(m - n, m)[:, None] - np.arange(m)
+    distance = np.arange(m - n, m, dtype=q.dtype)[:, None] - np.arange(m, dtype=q.dtype)
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) - slope * distance
     return softmax(np.where(distance >= 0, scores, -np.inf)) @ v
 
@@ -268,12 +268,12 @@ def attention_promoted_by_sqrt(q, k, v):
     return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
 
 
-@fault("(?i)leak|future|later")
+@fault("(?i)leak|future|later", causal=True)
 def values_centred_over_time(q, k, v):
     n, m = q.shape[-2], k.shape[-2]
-    mean = v.mean(axis=-2, keepdims=True)
+    v = v - v.mean(axis=-2, keepdims=True)
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
-    return softmax(np.where(np.tri(n, m, m - n, dtype=bool), scores, -np.inf)) @ (v - mean) + mean
+    return softmax(np.where(np.tri(n, m, m - n, dtype=bool), scores, -np.inf)) @ v
 
 
 @fault("renormal|after the softmax|sum to 1", causal=True)
@@ -310,7 +310,7 @@ def grouped_queries_tiled(q, k, v):
 @fault("(?i)slope|alibi|far|distance")
 def alibi_prefers_the_far(q, k, v, slope=0.25):
     n, m = q.shape[-2], k.shape[-2]
-    distance = np.arange(m - n, m)[:, None] - np.arange(m)
+    distance = np.arange(m - n, m, dtype=q.dtype)[:, None] - np.arange(m, dtype=q.dtype)
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) + slope * distance
     return softmax(np.where(distance >= 0, scores, -np.inf)) @ v
 

@@ -1,0 +1,191 @@
+"""`tg.check.attention` names the fault of an attention, accepts correct ones, and says what could not be run."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import FAULTS, VARIANTS, Case, PlainModule, softmax
+
+import tinygrad_mha as tg
+from tinygrad_mha.cli import main
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# Not yet named or wrongly refused, with the reason.
+MISSED: dict[str, str] = {}
+
+
+def as_param(case: Case):
+    marks = [pytest.mark.xfail(strict=True, reason=MISSED[case.name])] if case.name in MISSED else []
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+def names(verdict):
+    """What a verdict says is wrong: name and cause of each failed finding."""
+    return [f"{finding.name}: {finding.cause}" for finding in verdict.failed]
+
+
+@pytest.mark.parametrize("case", map(as_param, FAULTS))
+def test_a_fault_is_rejected_by_name(case):
+    verdict = case.check()
+    assert not verdict.problem, verdict.problem
+    assert any(re.search(case.says, text) for text in names(verdict)), verdict
+    assert all(f.message for f in verdict.failed), verdict
+
+
+@pytest.mark.parametrize("case", map(as_param, VARIANTS))
+def test_a_correct_attention_passes(case):
+    verdict = case.check()
+    assert verdict.ok, verdict
+    assert any(finding.status == "passed" for finding in verdict.findings)
+
+
+def test_the_registry_is_as_large_as_promised():
+    assert len(FAULTS) >= 30
+    assert len(VARIANTS) >= 14
+    assert len({case.name for case in FAULTS + VARIANTS}) == len(FAULTS + VARIANTS)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+BAD = {
+    "no_inputs": ("def candidate(): return 1", "takes"),
+    "too_many": ("def candidate(a, b, c, d, e): return a", "takes"),
+    "raises": ("def candidate(q, k, v): raise RuntimeError('out of order')", "out of order"),
+    "raises_in_init": ("class candidate(nn.Module):\n    def __init__(self): raise KeyError('n_head')", "n_head"),
+    "exits": ("def candidate(q, k, v): import sys; sys.exit()", "exit"),
+    "exits_with_0": ("def candidate(q, k, v): import sys; sys.exit(0)", "exit"),
+    "the_file_exits": ("def candidate(q, k, v): return v\nimport sys; sys.exit(0)", "exit"),
+    "the_file_raises": ("raise ValueError('no weights here')\ndef candidate(q, k, v): return v", "no weights here"),
+    "the_file_is_broken": ("def candidate(q, k, v) return v", "candidate"),
+    "returns_none": ("def candidate(q, k, v): pass", "None"),
+    "returns_a_list": ("def candidate(q, k, v): return [[1.0, 2.0]]", "list"),
+    "returns_text": ("def candidate(q, k, v): return 'done'", "str"),
+    "wrong_shape": ("def candidate(q, k, v): return q.mean()", "shape"),
+    "wrong_rows": ("def candidate(q, k, v): return v[..., 1:, :]", "shape"),
+    "integers": ("def candidate(q, k, v): return np.zeros((*q.shape[:-1], v.shape[-1]), int)", "int"),
+    "always_nan": ("def candidate(q, k, v): return np.full((*q.shape[:-1], v.shape[-1]), np.nan)", "nan"),
+    "not_callable": ("candidate = 3", "int"),
+    "missing": ("def other(q, k, v): return v", "candidate"),
+}
+
+
+def write(folder, code):
+    path = folder / "mine.py"
+    path.write_text(f"import numpy as np\nfrom tinygrad_mha import nn, ops\n{code}\n")
+    return f"{path}:candidate"
+
+
+@pytest.mark.parametrize(("code", "says"), BAD.values(), ids=BAD)
+def test_what_cannot_be_judged_exits_with_2_and_one_clear_reason(code, says, tmp_path, capsys):
+    assert main(["check", write(tmp_path, code)]) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    assert says in said.out + said.err
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise SystemExit", "import os; exit()", "quit()"])
+def test_a_file_that_exits_proves_nothing(code, tmp_path, capsys):
+    target = write(tmp_path, f"def candidate(x): return x * x\n{code}")
+    for command in ("check", "gradcheck", "graph"):
+        options = ["-o", str(tmp_path / "x.svg")] if command == "graph" else []
+        assert main([command, target, *options]) == 2
+        assert "exit" in capsys.readouterr().err
+
+
+def test_a_candidate_that_never_returns_the_same_twice_fails_by_that_name(tmp_path, capsys):
+    code = "def candidate(q, k, v): return np.random.default_rng().standard_normal((*q.shape[:-1], v.shape[-1]))"
+    assert main(["check", write(tmp_path, code)]) in (1, 2)
+    assert re.search("same (twice|input)|determin", capsys.readouterr().out)
+
+
+RIGHT = "def candidate(q, k, v): {}return np.asarray(nn.attention(q, k, v).numpy())"
+
+
+def test_the_command_exits_with_0_if_all_passes_and_with_1_if_a_claim_fails(tmp_path, capsys):
+    assert main(["check", write(tmp_path, RIGHT.format(""))]) == 0
+    assert "candidate" in capsys.readouterr().out
+    assert main(["check", write(tmp_path, RIGHT.format("q = 3 * q; "))]) == 1
+    assert "scale" in capsys.readouterr().out
+
+
+def test_what_a_candidate_prints_does_not_disturb_the_json(tmp_path, capfd):
+    for line, code in {"": 0, "q = 3 * q; ": 1}.items():
+        assert main(["check", write(tmp_path, RIGHT.format(f"print('hello'); {line}")), "--json"]) == code
+        data = json.loads(capfd.readouterr().out)
+        assert data["ok"] is (code == 0)
+        assert {f["status"] for f in data["findings"]} <= {"passed", "failed", "does not apply"}
+    assert main(["check", write(tmp_path, "def candidate(q, k, v): return None"), "--json"]) == 2
+    assert json.loads(capfd.readouterr().out)["status"] == "could not be run"
+
+
+def test_the_command_is_a_process_with_the_same_exit_codes(tmp_path):
+    target = write(tmp_path, "def candidate(q, k, v):\n    import os, sys\n    sys.exit(0)")
+    done = subprocess.run([sys.executable, "-m", "tinygrad_mha", "check", target], capture_output=True, text=True)
+    assert done.returncode == 2, done
+
+
+def test_shapes_and_causality_can_be_given(tmp_path, capsys):
+    code = "def candidate(x): return x + x.mean(axis=-2, keepdims=True)"
+    target = write(tmp_path, code)
+    assert main(["check", target, "--shape", "7x5"]) == 1
+    capsys.readouterr()
+    main(["check", target, "--shape", "7x5", "--no-causal", "--json"])
+    found = {f["name"]: f["status"] for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert "failed" not in (found.get("causality"), found.get("later tokens"))
+
+
+# ------------------------------------------------------------------------------------------------------------ in Python
+
+
+def test_a_candidate_keeps_its_weights_its_mode_and_its_inputs():
+    model = PlainModule()
+    before = {name: p.numpy().copy() for name, p in model.named_parameters()}
+    x = np.random.default_rng(0).standard_normal((7, 12)).astype(np.float32)
+    copy = x.copy()
+    model.train()
+    state = np.random.get_state()[1].copy()
+    tg.check.attention(model, x)
+    assert model.training
+    assert np.array_equal(x, copy)
+    assert np.array_equal(np.random.get_state()[1], state)
+    for name, p in model.named_parameters():
+        assert p.dtype == np.float32
+        assert p.grad is None
+        assert np.array_equal(p.numpy(), before[name])
+
+
+def test_a_verdict_is_the_same_each_time():
+    first, second = (str(tg.check.attention(PlainModule(), np.ones((7, 12)) * np.arange(12))) for _ in range(2))
+    assert first == second
+
+
+def test_the_smallest_example_of_a_failure_is_small_and_shows_it():
+    def sees_all(q, k, v):
+        return softmax(q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5) @ v
+
+    verdict = tg.check.attention(sees_all, causal=True)
+    shown = next(f for f in verdict.failed if f.example)
+    assert sum(np.size(value) for value in shown.example.values()) < 30
+
+
+def test_a_failure_is_one_line_in_a_test():
+    with pytest.raises(AssertionError, match="scale"):
+        tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v).raise_if_failed()
+
+
+def test_a_notebook_shows_a_table():
+    html = tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v)._repr_html_()
+    assert html.startswith("<table")
+    assert "scale" in html
+
+
+def test_each_claim_of_the_suite_is_failed_by_some_fault():
+    verdicts = [case.check() for case in FAULTS if case.name not in MISSED]
+    claims = {f.name for v in verdicts for f in v.findings}
+    assert claims == {f.name for v in verdicts for f in v.failed}
