@@ -586,7 +586,8 @@ class MaskFromTheTopLeft(PlainModule):
 @fault("scale", *X)
 class ModuleWithoutScale(PlainModule):
     def weigh(self, q, k, key_allow):
-        return ops.softmax(ops.where(nn.allow_past(q, k, key_allow), q @ k.mT, -np.inf))
+        allow = nn.allow_past(q, k, key_allow)
+        return ops.softmax(q @ k.mT if allow is None else ops.where(allow, q @ k.mT, -np.inf))
 
 
 @fault("scale", *X)
@@ -655,6 +656,14 @@ variant(*X)(Rotated)
 class PositionsStartAgain(Rotated):
     def forward(self, x, cache=None, positions=None, key_allow=None):
         return super().forward(x, cache, np.arange(x.shape[-2]), key_allow)
+
+
+@fault("(?i)position", *X)
+class StandsAtZeroByDefault(Rotated):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        if positions is None:
+            positions = np.zeros(x.shape[-2], dtype=int)
+        return super().forward(x, cache, positions, key_allow)
 
 
 @fault("(?i)rota|position", *X)
