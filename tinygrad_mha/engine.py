@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -103,15 +103,15 @@ def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = Fals
         if node is None:
             leaves.append(value)
         elif node.stamp > newer_than:
-            made.append((node.stamp, value))
+            made.append(value)
             if everything:
                 stack.extend(x for x in node.inputs if is_value(x))
             else:
                 inputs = node.inputs
                 for i in node.needed:
                     stack.append(inputs[i])
-    made.sort(key=itemgetter(0))
-    return leaves + [value for _, value in made]
+    made.sort(key=attrgetter("node.stamp"))
+    return leaves + made
 
 
 def check_not_modified(order: list[Any]) -> None:
