@@ -163,8 +163,9 @@ def test_evaluating_under_no_grad_is_sound_in_eval_mode():
 
 def test_translators_are_sound():
     model = nn.Transformer(V, V, 8, 2, 1, 16, 9, pad=0)
-    words = [[3, 4, 5, 2], [6, 2, 0, 0]]
-    d = diagnose(model, lambda model, _: model.loss(words, words).backward())
+    copied = [[3, 4, 5, 2], [6, 2, 0, 0]]
+    started = np.insert(copied, 0, 1, axis=1)
+    d = diagnose(model, lambda model, _: model.loss(copied, started).backward())
     assert d.ok, d
 
 
@@ -360,7 +361,21 @@ def test_an_optimizer_step_before_backward_is_explained():
 
 
 def test_dropout_in_eval_mode_during_training_is_named():
-    only(diagnose(Net(dropout=0.5).eval()), "mode", "eval mode in a training step: drop")
+    only(diagnose(Net(dropout=0.5).eval()), "mode", "eval mode in a training step: Net, drop")
+
+
+def test_a_model_without_dropout_is_in_the_wrong_mode_too():
+    only(diagnose(Net().eval()), "mode", "eval mode in a training step: Net", "model.train()")
+    model = gpt()
+    with doctor(model) as d, tg.no_grad():
+        model(IDS)
+    only(d, "mode", "train mode under no_grad: GPT", "model.eval()")
+
+
+def test_part_of_a_model_without_dropout_may_be_in_eval_mode():
+    model = Net()
+    model.first.eval()
+    assert diagnose(model).ok
 
 
 def test_dropout_in_train_mode_under_no_grad_is_named():
@@ -385,6 +400,17 @@ def test_targets_that_are_the_inputs_are_named():
         model.loss(IDS, IDS).backward()
 
     only(diagnose(gpt(), run), "loss", "targets are the inputs", "not shifted")
+    for targets in (IDS[:, :-1], IDS[:, :-1].ravel()):
+
+        def cut(model, _, targets=targets):
+            logits = (
+                model(IDS)[:, :-1].reshape(*targets.shape, V)
+                if targets.ndim == 2
+                else model(IDS[:, :-1]).reshape(-1, V)
+            )
+            ops.cross_entropy(logits, targets).backward()
+
+        only(diagnose(gpt(), cut), "loss", "not shifted")
     padded = np.where(IDS == 3, -100, IDS)
     only(diagnose(gpt(), lambda model, _: model.loss(IDS, padded).backward()), "loss", "not shifted")
 

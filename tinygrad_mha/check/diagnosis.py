@@ -65,7 +65,7 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
     - "finite": the first value or gradient that is nan or infinite; -inf where a mask puts it is none
     - "edited": arrays that were written to between the forward and the backward
     - "dtype": an operation whose float32 input became float64
-    - "mode": dropout that is off in training, or on under no_grad
+    - "mode": eval mode in training, or train mode under no_grad
     - "cleared": gradients of an earlier step that `backward` adds to
     - "loss": one that no parameter changes, or whose targets are its inputs
     - "optimizer": parameters that it does not hold, or that the model does not; a learning rate of 0
@@ -103,6 +103,7 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         self._events: list[Event] = []
         self._made: set[int] = set()  # results of operations, by identity
         self._masked: set[int] = set()  # values with -inf on purpose
+        self._evaluates = False  # whether the model is called under no_grad
         self._reached: set[int] = set()  # what some loss was computed from
         self._checksums: dict[tuple[int, int], int] = {}  # of leaves when they were first used, by time of writing
         self._old_gradients = {id(p): p.grad for p in self.model.parameters() if p.grad is not None and p.grad.any()}
@@ -115,6 +116,8 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
             self.problem = f"{type(error).__name__}: {error}"
         if error is None or self._reached:
             self._check_parameters()
+        if self._evaluates and not self._reached:
+            self._check_mode(True, "call model.eval() to evaluate", self.model)
         if self.optimizer is not None:
             self._check_optimizer()
         self._events = []  # which hold all values of the step
@@ -130,9 +133,9 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
             out.node = add_source(out.node, event.line)
         self._check_values(event)
         self._check_dtype(event)
-        if not state.grad and any(
-            id(entry.module()) in self._modules for entry in state.scope if isinstance(entry, Scope)
-        ):
+        modules = [entry.module() for entry in state.scope if isinstance(entry, Scope)]
+        if not state.grad and any(id(module) in self._modules for module in modules):
+            self._evaluates = True
             self._check_mode(True, f"call model.eval() before {event}")
         for x in inputs:
             if isinstance(x, Tensor) and id(x) not in self._made and (id(x), written_at(x)) not in self._checksums:
@@ -144,7 +147,7 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         """Called before each backward pass."""
         graph = {id(x) for x in engine.toposort([root])}
         self._reached |= graph
-        self._check_mode(False, "call model.train() before the step")
+        self._check_mode(False, "call model.train() before the step", self.model)
         parameters = self.model.named_parameters()
         if not any(id(p) in graph for _, p in parameters):
             self._report("loss", "the loss does not depend on any parameter of the model")
@@ -209,12 +212,14 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
             cause = f"float64 is {join(wide) or 'what the operation returns'}: use .astype(np.float32)"
             self._report("dtype", f"float32 becomes float64 by {event}", cause)
 
-    def _check_mode(self, training: bool, cause: str) -> None:
-        """Report modules that behave differently in training and are in this mode, but for frozen ones."""
+    def _check_mode(self, training: bool, cause: str, root: Module | None = None) -> None:
+        """Report `root`, and modules that compute something else in training, in this mode, but for frozen ones."""
         found = [
             path or type(module).__name__
             for path, module in self._modules.values()
-            if module.training == training and depends_on_mode(module) and (training or not self._is_frozen(path))
+            if module.training == training
+            and (module is root or depends_on_mode(module))
+            and (training or not self._is_frozen(path))
         ]
         if found:
             mode = "train mode under no_grad" if training else "eval mode in a training step"
@@ -239,17 +244,19 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
                 self._report("edited", f"{self._name(x)} was written to before backward, {how}", cause)
 
     def _check_targets(self, event: Event) -> None:
-        """Report targets that are equal to the ids that the model read, if the model has attention."""
+        """Report targets that are all that a model with attention reads, so that it learns to copy."""
         assert event.out.node is not None
         if not any(module.is_attention for _, module in self._modules.values()):
             return
-        ids = [plain(x) for e in self._events for x in e.operands("ids")]
         ignored = event.out.node.kwargs.get("ignore_index")
         for x in event.operands("targets"):
             targets = np.asarray(plain(x))
             valid = targets != ignored
-            same = [a for a in ids if np.shape(a) == targets.shape and (np.equal(a, targets) | ~valid).all()]
-            if same and len(np.unique(targets[valid])) > 1:
+            ids = [np.asarray(plain(x)) for e in self._events for x in e.operands("ids")]
+            read = [a[..., : targets.shape[-1]] if a.ndim == targets.ndim else a.ravel() for a in ids if targets.ndim]
+            read = [a for a in read if a.shape == targets.shape and (np.diff(a) != 1).any()]  # no positions
+            is_copy = read and all((np.equal(a, targets) | ~valid).all() for a in read)
+            if is_copy and len(np.unique(targets[valid])) > 1:
                 cause = "targets are not shifted: pass ids[:-1] as inputs and ids[1:] as targets"
                 self._report("loss", "the targets are the inputs, so the model learns to copy", cause)
 
