@@ -415,6 +415,22 @@ def test_a_resumed_run_may_have_more_steps(tmp_path):
     assert "loss" in longer.log.rows[3]
 
 
+def test_more_steps_lengthen_the_schedule_which_is_said_unless_it_is_kept(tmp_path, capsys):
+    for name in ("longer", "kept"):
+        small(tmp_path / name, steps=6)
+    longer = small(tmp_path / "longer", resume=True, steps=11, show="bar")
+    assert longer.log.rows[6]["learning_rate"] == SMALL.lr(6) > SMALL.min_lr
+    assert longer.note == (
+        "the learning rate is 0.00628 at step 6, where it was 0.001 with 6 steps: "
+        "pass decay_steps=6 to keep the schedule"
+    )
+    assert f"note: {longer.note}" in capsys.readouterr().err
+    kept = small(tmp_path / "kept", resume=True, steps=11, decay_steps=6, show="bar")
+    assert [row.get("learning_rate") for row in kept.log.rows[6:]] == [SMALL.min_lr] * 5 + [None]
+    assert kept.note == ""
+    assert "note:" not in capsys.readouterr().err
+
+
 def test_a_run_with_a_byte_pair_tokenizer_resumes_with_it(tmp_path):
     pytest.importorskip("tokenizers")
     merges = [("t", "h"), ("th", "e")]
@@ -825,7 +841,7 @@ def test_json_prints_one_object_per_event(capsys):
     assert err == ""
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(12))
     assert [event["step"] for event in events if event["event"] == "sample"] == [0, 5, 10, 11]
-    assert events[0] == {"event": "start", "step": 0, "computing": run.workers.summary}
+    assert events[0] == {"event": "start", "step": 0, "computing": run.workers.summary, "note": ""}
     assert events[2]["tokens_per_second"] > 0
     steps = [event for event in events if event["event"] == "step"]
     assert [{k: event[k] for k in row} for row, event in zip(run.log.rows, steps, strict=True)] == run.log.rows

@@ -18,7 +18,7 @@ MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": Fal
 MODEL_NAMES = tuple(option.name for option in fields(GPTConfig) if option.name != "vocab_size")
 
 LEAST = dict.fromkeys(("batch_size", "accumulate", "eval_interval", "eval_batches", "checkpoint_interval"), 1)
-LEAST |= dict.fromkeys(("steps", "warmup", "sample_interval", "sample_tokens", "seed"), 0)
+LEAST |= dict.fromkeys(("steps", "warmup", "decay_steps", "sample_interval", "sample_tokens", "seed"), 0)
 NUMBERS = ("learning_rate", "min_lr", "weight_decay", "clip")
 
 
@@ -37,7 +37,8 @@ class TrainConfig:
             context of a model that is given.
         batch_size, accumulate: windows of text per pass, and passes per step.
         steps: the number of updates.
-        learning_rate, min_lr, warmup: see `warmup_cosine`, which ends at the last step.
+        learning_rate, min_lr, warmup: see `warmup_cosine`.
+        decay_steps: the step at which the learning rate has fallen to `min_lr` (0: the last step).
         betas, weight_decay: of AdamW. Matrices and embeddings decay, biases and norms do not.
         clip: the largest gradient norm (0: no clipping).
         eval_interval, eval_batches: how often the validation loss is computed, and over how many batches.
@@ -63,6 +64,7 @@ class TrainConfig:
     learning_rate: float = 1e-3
     min_lr: float = 1e-4
     warmup: int = 100
+    decay_steps: int = 0
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -117,7 +119,8 @@ class TrainConfig:
 
     def lr(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        return warmup_cosine(step, self.learning_rate, self.min_lr, self.warmup, max(self.steps, self.warmup))
+        last = max(self.decay_steps or self.steps, self.warmup)
+        return warmup_cosine(step, self.learning_rate, self.min_lr, self.warmup, last)
 
 
 def list_option_names() -> list[str]:

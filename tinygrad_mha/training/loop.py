@@ -50,8 +50,8 @@ def train(
         text: the text itself (str), a file (Path), or None for the built-in corpus.
         folder: where checkpoints, logs and samples are written; None writes nothing.
         resume: continue from the latest checkpoint in the folder, or start if there is none. The configuration is the
-            stored one; `changes` may only contain options of `training.resume.CHANGEABLE`. The learning-rate schedule
-            depends on `steps`.
+            stored one; `changes` may only contain options of `training.resume.CHANGEABLE`. More `steps`
+            lengthen the learning-rate schedule, unless `decay_steps` is the number of steps of before.
         tokenizer: the characters of the text unless given. It has as many tokens as the model. Only these numbers are
             compared, so pass the tokenizer of a given model: that of another text may assign other ids.
         model: the model to train, in place, with its dtype, ties, frozen tensors and generators: a `GPT`, or any
@@ -94,7 +94,7 @@ def train(
                 config = preset(config or ("cpu" if model is None else "finetune"))
             run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model, workers)
         with open_report(show if ranks.rank == 0 else "quiet", run) as report, catch_interrupt() as interruption:
-            report({"event": "start", "step": run.step, "computing": run.workers.summary})
+            report({"event": "start", "step": run.step, "computing": run.workers.summary, "note": run.note})
             with run.workers.limit_blas():
                 run_steps(run, report, interruption)
             report({"event": "end", "step": run.step, "interrupted": run.interrupted})

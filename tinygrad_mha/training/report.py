@@ -54,6 +54,8 @@ class Bar:
     def __call__(self, event: Event) -> None:
         if event["event"] == "start":
             self.bar.write(f"training with {event['computing']}", file=sys.stderr)
+            if event["note"]:
+                self.bar.write(f"note: {event['note']}", file=sys.stderr)
         if event["event"] == "sample":
             self.bar.write(f"--- step {event['step']} ---\n{event['text']}", file=sys.stderr)
         for name, text in FORMATS.items():

@@ -26,7 +26,15 @@ from tinygrad_mha.training.source import open_text, reopen_text
 __all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "resume_run", "save_checkpoint"]
 
 # Options that a resumed run may change: its length, and how often it is observed.
-CHANGEABLE = ("steps", "eval_interval", "eval_batches", "sample_interval", "sample_tokens", "checkpoint_interval")
+CHANGEABLE = (
+    "steps",
+    "decay_steps",
+    "eval_interval",
+    "eval_batches",
+    "sample_interval",
+    "sample_tokens",
+    "checkpoint_interval",
+)
 
 
 def save_checkpoint(run: Run) -> Path:
@@ -241,6 +249,12 @@ def resume_run(
         )
     run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, model, workers)
     load_checkpoint(run, checkpoint, state)
+    before, now = stored.lr(step), config.lr(step)
+    if now != before:
+        run.note = (
+            f"the learning rate is {now:.3g} at step {step}, where it was {before:.3g} with {stored.steps} steps: pass "
+            f"decay_steps={stored.decay_steps or stored.steps} to keep the schedule"
+        )
     if run.folder is not None:
         remove_others(run.folder, checkpoint)
     return run

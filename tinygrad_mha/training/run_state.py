@@ -59,6 +59,7 @@ class Run:
         samples: the samples with their steps, as `log`.
         interrupted: whether `train` was interrupted before the last step.
         workers: the `Workers` that compute gradients.
+        note: what a resumed run does differently from before, or "".
 
     Raises:
         ValueError: the training or validation part of the text is shorter than a block, or the model contradicts the
@@ -97,6 +98,7 @@ class Run:
         self.workers = Workers(self.model, self.config, self.train_ids, workers)
         self.step = 0
         self.interrupted = False
+        self.note = ""
         self.folder = None if folder is None or self.workers.comm.rank > 0 else Path(folder)
         self.log = CsvLog(self.folder and self.folder / "log.csv", LOG)
         self.samples = CsvLog(self.folder and self.folder / "samples.csv", SAMPLES)
