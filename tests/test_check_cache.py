@@ -405,6 +405,30 @@ def test_an_attention_without_steps_padding_or_heads_is_checked_per_layer():
     assert verdict.ledger.total.cached["multiply-adds"] < verdict.ledger.total.uncached["multiply-adds"]
 
 
+def test_a_fault_of_calls_without_edit_alone_is_found_though_no_watched_layer_differs():
+    class WrongWithoutEdit(Own):
+        def forward(self, x, edit=None, **options):
+            y = super().forward(x, edit=edit, **options)
+            is_fast = edit is None and options.get("cache") is not None and x.shape[-2] == 1
+            return y * 1.001 if is_fast else y
+
+    model = gpt()
+    model.h[1].attn = WrongWithoutEdit().astype(np.float32)
+    first = kv_cache(model, PROMPT).first_divergence
+    assert (first.layer, first.head) == (None, None)
+    assert first.cause == "no layer differs while steps are recorded: look at what is computed without edit"
+
+
+def test_a_fault_of_steps_that_are_shown_alone_is_found():
+    class WrongWithEdit(Own):
+        def forward(self, x, edit=None, **options):
+            y = super().forward(x, edit=edit, **options)
+            return y if edit is None or options.get("cache") is None else y * 1.001
+
+    verdict = kv_cache(WrongWithEdit(), np.random.default_rng(0).standard_normal((5, 12)))
+    assert verdict.first_divergence.layer == 0
+
+
 @pytest.mark.parametrize("wrong", ["input", "bias", "mixes"])
 def test_faults_outside_of_an_attention_module_are_named(wrong):
     class FromTheStart(nn.Position):

@@ -246,7 +246,7 @@ CAUSES: dict[str, Predict] = {
     "a token missing: one in the middle of the cache is not seen": drop_one,
     "no causal mask with a cache: the tokens of a call see later ones in it": see_later_keys,
     "stale": see_history,
-    "dtype: keys or values are rounded to a smaller dtype": round_numbers,
+    "dtype: keys, values or results are rounded to a smaller dtype": round_numbers,
 }
 STALE = {
     "padding": "padding seen: tokens of the padding are attended to, or counted as positions",
