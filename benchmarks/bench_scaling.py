@@ -131,7 +131,9 @@ def split_seconds(ways: dict[str, Any], rows: int) -> tuple[float, float]:
 
 def list_fields(results: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the text by the names they have in scaling.md."""
-    fields: dict[str, Any] = {"computing": results["nanogpt"]["one_thread"]["computing"].split(",")[0]}
+    fields: dict[str, Any] = {
+        "computing": results["nanogpt"]["one_thread"]["computing"].split(",")[0].removeprefix("kernels: ")
+    }
     for model, ways in results.items():
         rows = MODELS[model]["batch_size"]
         fixed, per_row = split_seconds(ways, rows)

@@ -169,7 +169,9 @@ def test_steps_too_small_for_threads_are_computed_in_one_and_the_run_says_so(mon
     events = []
     run = small(workers=3, show=events.append)
     assert run.workers.threads == 1
-    note = "1 worker(s) instead of 3, which pay from 1,000,000,000 multiply-adds a step, not "
+    note = "and threads pay from 1,000,000,000 on), ranks: 1"
+    assert events[0]["computing"].startswith("kernels: ")
+    assert "workers: 1 (not 3: a step has " in events[0]["computing"]
     assert note in events[0]["computing"]
     assert run.log.rows == small().log.rows
 
@@ -187,7 +189,7 @@ def test_workers_that_are_no_positive_count_are_refused(workers):
 
 
 def test_more_workers_than_rows_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"1 rank\(s\) x 4 workers are more than the 3 rows of a batch: use fewer"):
+    with pytest.raises(ValueError, match=r"1 x 4 ranks x workers are more than the 3 rows of a batch: use fewer"):
         small(tmp_path / "run", workers=4)
     assert not (tmp_path / "run").exists()
 
@@ -249,11 +251,11 @@ def test_ranks_give_the_losses_of_one_process_and_resume_with_another_number(tmp
     """
     code, out, err = finish(launch(3, script.format(last=2, workers=1), tmp_path))
     assert (code, err) == (0, "")
-    assert "3 rank(s)" in out
+    assert "ranks: 3" in out
     assert find_latest(tmp_path).name == "step-4"  # one rank was interrupted; all stop after the next step
     code, out, err = finish(launch(2, script.format(last=6, workers=2), tmp_path))
     assert (code, err) == (0, "")
-    assert "2 worker(s), 2 rank(s)" in out
+    assert "workers: 2, ranks: 2" in out
     assert find_latest(tmp_path).name == "step-8"
     assert_equal_losses(train_in_float64(tmp_path, resume=True).log.rows, alone)
 
@@ -268,8 +270,8 @@ def test_the_command_trains_on_two_ranks_and_shows_one(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("finished at step 3") == 1
-    assert result.stdout.count("1 worker(s), 2 rank(s)") == 1
-    assert result.stderr.count("training with") == 1
+    assert result.stdout.count("workers: 1, ranks: 2") == 1
+    assert result.stderr.count("workers: 1, ranks: 2") == 1
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode != 0
     assert again.stderr.count("contains a run already, at step-3: resume it, or choose another folder") == 1
@@ -312,7 +314,7 @@ def test_a_rank_that_is_killed_stops_all(tmp_path):
 def test_an_error_of_all_ranks_is_reported_once(tmp_path):
     code, _, err = finish(launch(3, "small(folder, workers=2)", tmp_path / "run"))
     assert code not in (0, None)
-    assert err.count("3 rank(s) x 2 workers are more than the 3 rows of a batch") == 1
+    assert err.count("3 x 2 ranks x workers are more than the 3 rows of a batch") == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -127,7 +127,7 @@ def run_train(args: argparse.Namespace) -> int:
         losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
         state = "interrupted" if run.interrupted else "finished"
         print(f"{state} at step {run.step}; validation loss {losses[-1]:.4f} (at first {losses[0]:.4f}); in {args.out}")
-        print(f"computed with {run.workers.summary}")
+        print(run.workers.summary)
         print(f"next: tinygrad-mha {'train --resume --out' if run.interrupted else 'generate'} {args.out}")
     return 130 if run.interrupted else 0
 

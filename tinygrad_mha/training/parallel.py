@@ -97,16 +97,18 @@ class Workers:
         size, rows = self.comm.size, config.batch_size
         if size * self.threads > rows:
             raise ValueError(
-                f"{size} rank(s) x {self.threads} workers are more than the {rows} rows of a batch: use fewer, or a "
+                f"{size} x {self.threads} ranks x workers are more than the {rows} rows of a batch: use fewer, or a "
                 f"larger batch_size"
             )
         note = ""
         if self.threads > 1:
             work = 3 * count_row(model, ids[: config.block_size + 1]) * (rows // size) * config.accumulate
             if work < LEAST_WORK:
-                note = f" instead of {self.threads}, which pay from {LEAST_WORK:,} multiply-adds a step, not {work:,}"
+                note = (
+                    f" (not {self.threads}: a step has {work:,} multiply-adds, and threads pay from {LEAST_WORK:,} on)"
+                )
                 self.threads = 1
-        self.summary = f"{getattr(kernels, 'active', 'numpy')} kernels, {self.threads} worker(s){note}, {size} rank(s)"
+        self.summary = f"kernels: {getattr(kernels, 'active', 'numpy')}, workers: {self.threads}{note}, ranks: {size}"
         self.limit_blas = import_blas_limit() if size * self.threads > 1 else nullcontext
         if size > 1:
             self._agree_on(model, config, ids)

@@ -53,7 +53,7 @@ class Bar:
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "start":
-            self.bar.write(f"training with {event['computing']}", file=sys.stderr)
+            self.bar.write(event["computing"], file=sys.stderr)
             if event["note"]:
                 self.bar.write(f"note: {event['note']}", file=sys.stderr)
         if event["event"] == "sample":
