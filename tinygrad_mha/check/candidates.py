@@ -178,7 +178,9 @@ class Candidate:
     def _list_shapes(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Shapes of inputs to try."""
         required = [name for name, default in self.defaults.items() if default is inspect.Parameter.empty]
-        counts = {len(required): None} if len(required) in (1, 3) else {3: None, 1: None}
+        if required and len(required) not in (1, 3):
+            raise CandidateError(f"it takes {', '.join(required)}, expected a function of x or of q, k, v")
+        counts = (len(required),) if required else (3, 1)
         parameters = (
             [p for _, p in walk(self.module) if isinstance(p, Tensor)] if isinstance(self.module, Module) else []
         )

@@ -37,7 +37,8 @@ class Facts:
         stated: whether it must be causal; None if the candidate says it.
         see: (T_q, T_k): which rows of x, or keys with their values, have an influence on which row of the result.
         is_causal: whether it is judged as causal.
-        encode: turns a boolean mask, True = may attend, into what the candidate takes.
+        encode: turns a boolean mask, True = may attend, into what the candidate takes; None if it takes none.
+        hides_true: whether key_allow hides where it is True; None if it takes none.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class Facts:
     see: np.ndarray
     is_causal: bool = False
     encode: Callable[[np.ndarray], np.ndarray] | None = None
+    hides_true: bool | None = None
 
 
 Check = Callable[[Candidate, Inputs, Facts], Finding]
@@ -97,6 +99,8 @@ def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
         cause = "random numbers in eval mode: dropout that is left on"
         yield Finding("determinism", "failed", f"{text}; nothing else can be told", cause)
         return
+    if not np.isfinite(c(*c.inputs)).all():
+        raise CandidateError("it returned nan or infinity for small inputs")
     yield Finding("determinism", "passed", "two calls with the same input give the same numbers")
     facts = Facts(seed, causal, measure_influence(c, c.inputs, seed) > CLOSE)
     finding = check_causality(c, c.inputs, facts)
@@ -395,16 +399,19 @@ def check_exclusion(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
 
 def check_empty(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     """A query that may attend to no key."""
-    if facts.encode is None:
+    if facts.encode is not None:
+        allow = np.ones((inputs[0].shape[-2], inputs[-1].shape[-2]), dtype=bool)
+        allow[0] = False
+        y = c(*inputs, allow=facts.encode(allow))
+    elif facts.hides_true is not None:
+        key_allow = np.full((len(inputs[0]) if inputs[0].ndim > 2 else 1, inputs[-1].shape[-2]), facts.hides_true)
+        y = c(*(x[None] if x.ndim == 2 and c.takes_rows else x for x in inputs), key_allow=key_allow)
+    else:
         raise NotApplicableError("no mask can hide all keys of a query")
-    allow = np.ones((inputs[0].shape[-2], inputs[-1].shape[-2]), dtype=bool)
-    allow[0] = False
-    row = c(*inputs, allow=facts.encode(allow))[..., 0, :]
-    if not np.isfinite(row).all():
+    if not np.isfinite(y).all():
         cause = "softmax of a fully masked row, -inf - -inf: a query with no key gets nan, which spreads in a batch"
         return Finding("empty", "failed", "a query that may attend to no key gets nan", cause)
-    value = "zeros" if not row.any() else "finite numbers"
-    return Finding("empty", "passed", f"a query that may attend to no key gets {value}")
+    return Finding("empty", "passed", "a query that may attend to no key gets finite numbers")
 
 
 def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
@@ -434,6 +441,7 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
         return Finding("padding", "failed", text, f"{name} does not hide padding from every query")
     if found[0] and "allow" in name:
         return Finding("padding", "failed", f"{name} hides where it is True", f"the polarity of {name} is inverted")
+    facts.hides_true = found[0]
     text = f"{'True is padding' if found[0] else 'False is padding'}; hidden by {name} it has no influence"
     text += "" if is_equal(run(np.nan, found[0]), alone) else ", unless it holds nan (0 * nan is nan)"
     return Finding("padding", "passed", text)
@@ -496,8 +504,8 @@ def check_window(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
 
 
 CLAIMS: list[Check] = [
-    check_gradients, check_dtype, check_batch, check_chunking, check_cache, check_mask, check_exclusion, check_empty,
-    check_padding, check_overflow, check_permutation, check_shift, check_window,
+    check_gradients, check_dtype, check_batch, check_chunking, check_cache, check_mask, check_exclusion,
+    check_padding, check_empty, check_overflow, check_permutation, check_shift, check_window,
 ]  # fmt: skip
 
 

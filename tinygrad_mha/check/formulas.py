@@ -9,7 +9,8 @@ Axes: H heads, T_q queries, T_k keys, d width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -20,6 +21,7 @@ from tinygrad_mha.check.candidates import Candidate, walk_modules
 
 __all__ = ["CLOSE", "FAULTS", "Formula", "Reference", "is_equal"]
 
+STEPS = 12  # of Newton's method, which doubles the digits with each
 CLOSE = 1e-9  # relative to the largest element, in float64
 
 # What people call the four projections.
@@ -232,17 +234,36 @@ class Reference:
             return None, "", ""
         q, k, v = self.project(inputs)
         n_head = 1 if q.shape[-1] % self.n_head else self.n_head
+        d_k = q.shape[-1] // n_head
+        scales = list_scales(d_k, v.shape[-1] // max(1, k.shape[-1] // d_k), q.shape[-1], k.shape[-2])
         past = np.tri(len(see), see.shape[1], see.shape[1] - len(see), dtype=bool)
-        for formula, claim, cause in list_formulas(Formula(n_head), q, k, v):
+        for formula, claim, cause in list_formulas(Formula(n_head)):
             for mask in (see, past):
-                try:
-                    with np.errstate(all="ignore"):
-                        is_found = is_equal(self.compute(formula, inputs, mask, bias), y)
-                except Exception:  # shapes that this formula cannot have
-                    continue
-                if is_found:
-                    return formula, claim, cause
+
+                def error(scale: float | None, formula: Formula = formula, mask: np.ndarray = mask) -> np.ndarray:
+                    return self.compute(replace(formula, scale=scale), inputs, mask, bias) - y
+
+                with contextlib.suppress(Exception), np.errstate(all="ignore"):  # shapes that a formula cannot have
+                    if is_equal(error(None) + y, y):
+                        return formula, claim, cause
+                    scale = None if claim else fit_scale(error, scales.values())
+                    if scale is not None:
+                        cause = f"the scores are multiplied by {scale:.4g} instead of 1/sqrt(d_k) = {d_k**-0.5:.4g}"
+                        cause = next((text for text, known in scales.items() if np.isclose(known, scale)), cause)
+                        return replace(formula, scale=scale), "softmax" if scale < 0 else "scale", cause
         return None, "", ""
+
+
+def fit_scale(error: Callable[[float], np.ndarray], starts: Iterable[float]) -> float | None:
+    """The scale of which the error is zero up to rounding, by Newton's method from each start, or None."""
+    for scale in starts:
+        for _ in range(STEPS):
+            e = error(scale)
+            if np.abs(e).max() < CLOSE:
+                return scale
+            slope = (error(scale * (1 + 1e-6)) - e) / (scale * 1e-6)
+            scale -= float((slope * e).sum() / (slope * slope).sum())
+    return None
 
 
 def find_projections(candidate: Candidate) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
@@ -270,14 +291,10 @@ def as_projection(candidate: Candidate, part: Any, bias: Any) -> Callable[[np.nd
     return lambda x: x @ (matrix.T if candidate.library == "torch" else matrix) + offset
 
 
-def list_formulas(base: Formula, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[Formula, str, str]]:
+def list_formulas(base: Formula) -> Iterator[tuple[Formula, str, str]]:
     """Correct formulas first, then those with one fault."""
     kinds = [base] + [replace(base, rotary=rotary) for rotary in ("halves", "pairs")]
     yield from ((kind, "", "") for kind in kinds)
-    d_k = q.shape[-1] // base.n_head
-    scales = list_scales(d_k, v.shape[-1] // max(1, k.shape[-1] // d_k), q.shape[-1], k.shape[-2])
-    for (cause, scale), kind in product(scales.items(), kinds):
-        yield replace(kind, scale=scale), "softmax" if scale < 0 else "scale", cause
     for (claim, cause, change), kind in product(FAULTS, kinds):
         yield replace(kind, **change), claim, cause
 

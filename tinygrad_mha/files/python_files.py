@@ -66,7 +66,9 @@ def running(path: Any) -> Iterator[None]:
     try:
         yield
     except SyntaxError as error:
-        raise OwnCodeError(f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}") from error
+        raise OwnCodeError(
+            f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
+        ) from error
     except (Exception, SystemExit) as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path)]
         place = f"{path}, line {lines[-1]}" if lines else str(path)
