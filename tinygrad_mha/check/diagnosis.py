@@ -100,6 +100,7 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         self.findings, self.problem = [], ""
         self._tensors = {id(x): path for path, x in reversed(list(walk(self.model))) if isinstance(x, Tensor)}
         self._modules = {id(module): (path, module) for path, module in self.model.named_modules()}
+        self._varying = [pair for pair in self._modules.values() if depends_on_mode(pair[1])]
         self._events: list[Event] = []
         self._made: set[int] = set()  # results of operations, by identity
         self._masked: set[int] = set()  # values with -inf on purpose
@@ -214,13 +215,11 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
 
     def _check_mode(self, training: bool, cause: str, root: Module | None = None) -> None:
         """Report `root`, and modules that compute something else in training, in this mode, but for frozen ones."""
-        found = [
-            path or type(module).__name__
-            for path, module in self._modules.values()
-            if module.training == training
-            and (module is root or depends_on_mode(module))
-            and (training or not self._is_frozen(path))
-        ]
+        modules = (
+            self._varying if root is None else [("", root), *(pair for pair in self._varying if pair[1] is not root)]
+        )
+        wrong = [(path, module) for path, module in modules if module.training == training]
+        found = [path or type(module).__name__ for path, module in wrong if training or not self._is_frozen(path)]
         if found:
             mode = "train mode under no_grad" if training else "eval mode in a training step"
             self._report("mode", f"{mode}: {join(found)}", cause)
