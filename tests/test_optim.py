@@ -385,6 +385,12 @@ def test_a_hundred_huge_float32_gradients_are_clipped_to_a_tenth_each():
     assert [p.grad.item() for p in params] == pytest.approx([0.1] * 100, rel=1e-6)
 
 
+def test_the_norm_of_many_elements_does_not_depend_on_where_a_block_ends():
+    g = np.random.default_rng(0).standard_normal((3, 2**16 - 1)).astype(np.float32)
+    for array in (g, g.T, g[:, ::2], g[:, :0]):
+        assert global_norm([array]) == pytest.approx(np.linalg.norm(array.astype(np.float64)), rel=1e-14)
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_nan_or_infinite_norm_is_returned_and_leaves_the_gradients_unchanged(bad):
     p, q = parameter([0.0, 0.0], [1.0, bad], np.float32), parameter(0.0, 2.0, np.float32)

@@ -290,8 +290,15 @@ def global_norm(arrays: Iterable[np.ndarray]) -> float:
 
 
 def _sum_of_squares(a: np.ndarray) -> float:
-    flat = a.astype(np.float64, copy=False).reshape(-1)
-    return float(np.dot(flat, flat))
+    """In float64, in blocks whose copies stay in the cache."""
+    flat, total = a.reshape(-1), 0.0
+    for start in range(0, flat.size, BLOCK):
+        block = flat[start : start + BLOCK].astype(np.float64, copy=False)
+        total += float(np.dot(block, block))
+    return total
+
+
+BLOCK = 1 << 16  # elements
 
 
 # --------------------------------------------------------------------------------------------------------------------
