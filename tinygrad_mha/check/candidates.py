@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.modes import no_grad
-from tinygrad_mha.nn import GPTConfig
+from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, plain
 
@@ -71,6 +71,9 @@ class Candidate:
     def __init__(self, target: Any, inputs: tuple[Any, ...] = (), seed: int = 0, causal: bool | None = None) -> None:
         if not callable(target):
             raise CandidateError(f"expected a function, a module or a class of modules, got a {type(target).__name__}")
+        if isinstance(target, GPT):
+            advice = "check its attention, model.h[0].attn, or the model with check.kv_cache(model, ids)"
+            raise CandidateError(f"a GPT takes token ids, not rows: {advice}")
         self.name = getattr(target, "__name__", type(target).__name__)
         self.printed = ""
         rng = np.random.default_rng(seed)
@@ -100,6 +103,11 @@ class Candidate:
     def takes_rows(self) -> bool:
         """Whether it is a function of x, not of q, k and v."""
         return len(self.inputs) == 1
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it is given a batch where keys are padded: a function of q, k and v for one head is not."""
+        return self.takes_rows or self.module is not None
 
     def states_causal(self) -> bool | None:
         """Whether it says that it is causal: by an attribute, the default of an argument, or by taking a cache."""

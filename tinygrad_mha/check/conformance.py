@@ -20,6 +20,7 @@ from tinygrad_mha.check.formulas import CLOSE, FAULTS, Formula, Reference, is_eq
 from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.verdict import Finding, Verdict
 from tinygrad_mha.nn import KVCache
+from tinygrad_mha.tensors import plain
 
 __all__ = ["attention"]
 
@@ -36,7 +37,7 @@ class Facts:
         seed: of changes of the inputs.
         stated: whether it must be causal; None if the candidate says it.
         see: (T_q, T_k): which rows of x, or keys with their values, have an influence on which row of the result.
-        is_causal: whether it is judged as causal.
+        is_causal, leaks: whether it is judged as causal, and tokens then see later ones.
         encode: turns a boolean mask, True = may attend, into what the candidate takes; None if it takes none.
         hides_true: whether key_allow hides where it is True; None if it takes none.
     """
@@ -45,6 +46,7 @@ class Facts:
     stated: bool | None
     see: np.ndarray
     is_causal: bool = False
+    leaks: bool = False
     encode: Callable[[np.ndarray], np.ndarray] | None = None
     hides_true: bool | None = None
 
@@ -94,28 +96,41 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
 
 def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
     """Try all claims."""
-    if not is_equal(c(*c.inputs), c(*c.inputs), 0.0):
-        text = "two calls with the same input in eval mode give different numbers"
-        cause = "random numbers in eval mode: dropout that is left on"
-        yield Finding("determinism", "failed", f"{text}; nothing else can be told", cause)
+    finding = check_determinism(c)
+    yield finding
+    if finding.status == "failed":
         return
     if not np.isfinite(c(*c.inputs)).all():
         raise CandidateError("it returned nan or infinity for small inputs")
-    yield Finding("determinism", "passed", "two calls with the same input give the same numbers")
     facts = Facts(seed, causal, measure_influence(c, c.inputs, seed) > CLOSE)
     finding = check_causality(c, c.inputs, facts)
     facts.is_causal = facts.stated = finding.status != "does not apply"
+    facts.leaks = finding.status == "failed"
     yield with_example(c, finding, check_causality, facts)
     for check in CLAIMS:
         name = check.__name__.removeprefix("check_")
         try:
-            finding = check(c, c.inputs, facts)
+            yield with_example(c, check(c, c.inputs, facts), check, facts)
         except NotApplicableError as reason:
-            finding = Finding(name, "does not apply", str(reason))
+            yield Finding(name, "does not apply", str(reason))
         except CandidateError as error:
-            finding = Finding(name, "failed", str(error), "an option that it declares cannot be used")
-        yield with_example(c, finding, check, facts)
+            yield Finding(name, "failed", str(error), "an option or input that it should take cannot be used")
     yield from check_formula(c, facts)
+
+
+def check_determinism(c: Candidate) -> Finding:
+    """Two calls give the same, and leave their inputs as they are."""
+    inputs = [c.convert(x) for x in c.inputs]
+    c.call_raw(*inputs)
+    if not all(np.array_equal(np.asarray(plain(x)), y) for x, y in zip(inputs, c.inputs, strict=True)):
+        return Finding(
+            "determinism", "failed", "its inputs have other values afterwards", "it edits its input in place"
+        )
+    if not is_equal(c(*c.inputs), c(*c.inputs), 0.0):
+        text = "two calls with the same input in eval mode give different numbers; nothing else can be told"
+        cause = "random numbers in eval mode (dropout that is left on), or a state that it keeps between calls"
+        return Finding("determinism", "failed", text, cause)
+    return Finding("determinism", "passed", "two calls with the same input give the same numbers")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -154,6 +169,9 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     n, m = see.shape
     before, later = past(see, -1), see & ~past(see)
     causal = c.states_causal() if facts.stated is None else facts.stated
+    if m > 1 and not (see & ~(past(see) & ~past(see, -1))).any():
+        cause = "nothing is attended to: the result of a token depends on no other token"
+        return Finding("causality", "failed", "no row depends on another one", cause)
     if not later.any():
         if m > 1 and not np.diagonal(see, m - n).any():
             cause = "the mask hides a token from itself (off by one)"
@@ -198,7 +216,7 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
         raise NotApplicableError("a function of NumPy arrays has no gradients")
     inputs = tuple(x[..., -3:, :] if c.takes_rows else x for x in inputs)
     if c.library == "torch":
-        return check_torch_gradients(c, inputs, facts)
+        return check_torch_gradients(c, inputs)
     report = gradcheck(c.module or c.target, *inputs, raises=False, seed=facts.seed)
     if report.problem:
         raise NotApplicableError(report.problem)
@@ -214,33 +232,23 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     return Finding("gradients", "passed", text)
 
 
-def check_torch_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
-    """Gradients of torch, in a random direction of each tensor, against central differences."""
-    rng = np.random.default_rng(facts.seed)
+def check_torch_gradients(c: Candidate, inputs: Inputs) -> Finding:
+    """The gradients of torch, by its own gradcheck, which moves the parameters in place."""
     leaves = [c.convert(x, requires_grad=True) for x in inputs]
-    named = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
-    named |= dict(c.module.named_parameters()) if c.module is not None else {}
-    y = c.call_raw(*leaves)
-    g = c.torch.tensor(rng.standard_normal(tuple(y.shape)))
-    gradients = c.torch.autograd.grad((y * g).sum(), list(named.values()), allow_unused=True)
-    for (name, x), gradient in zip(named.items(), gradients, strict=True):
-        direction, h = c.torch.tensor(rng.choice([-1.0, 1.0], tuple(x.shape))), 1e-6
-        with c.torch.no_grad():
-            values = []
-            for step in (h, -2 * h):
-                x += step * direction
-                values.append(c.call_raw(*leaves))
-            x += h * direction
-            numeric = float(((values[0] - values[1]) * g).sum()) / (2 * h)
-        analytic = 0.0 if gradient is None else float((gradient * direction).sum())
-        if abs(numeric - analytic) > 1e-5 * max(1.0, abs(numeric)):
-            text = f"along one direction of {name} autograd has {analytic:.6g}, finite differences {numeric:.6g}"
-            return Finding(
-                "gradients", "failed", text, "the graph is cut (detach, .data, no_grad) or a backward is wrong"
-            )
-        if gradient is None:
-            return Finding("gradients", "failed", f"{name} has no gradient", f"{name} is not used: it has no effect")
-    return Finding("gradients", "passed", f"{len(named)} inputs and parameters agree with finite differences")
+    named = dict(c.module.named_parameters()) if c.module is not None else {}
+    variables = [*leaves, *named.values()]
+    try:
+        c.torch.autograd.gradcheck(lambda *_: c.call_raw(*leaves), variables, fast_mode=True)
+    except (RuntimeError, CandidateError) as error:
+        text = " ".join(str(error).partition("The above")[0].split())
+        return Finding("gradients", "failed", text, "a derivative is wrong, or the graph is cut (detach, no_grad)")
+    gradients = c.torch.autograd.grad(c.call_raw(*leaves).sum(), variables, allow_unused=True)
+    names = [*(f"input {i}" for i in range(len(leaves))), *named]
+    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    if unused:
+        text = f"the result does not depend on {', '.join(unused)}"
+        return Finding("gradients", "failed", text, f"{unused[0]} is not used: it has no effect and no gradient")
+    return Finding("gradients", "passed", f"{len(variables)} inputs and parameters agree with finite differences")
 
 
 def check_dtype(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
@@ -309,8 +317,8 @@ def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     """The claims of `kv_cache`."""
     if "cache" not in c.options or not c.takes_rows or c.library != "tinygrad_mha":
         raise NotApplicableError("it declares no cache that a KVCache of this package can be given to")
-    if len(inputs[0]) < 2 or not facts.is_causal:
-        raise NotApplicableError("a cache serves causal attention of at least two tokens")
+    if len(inputs[0]) < 2 or not facts.is_causal or facts.leaks:
+        raise NotApplicableError("a cache serves causal attention of at least two tokens: see causality")
     with c.guard():
         verdict = kv_cache(
             c.module,
@@ -382,7 +390,7 @@ def check_exclusion(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     allow = past(np.ones((n, m), dtype=bool))
     if facts.encode is not None:
         options["allow"] = facts.encode(allow)
-    elif not facts.is_causal:
+    elif not facts.is_causal or facts.leaks:
         raise NotApplicableError("nothing is hidden")
     big = tuple(x * HUGE if i < 2 else x for i, x in enumerate(inputs))
     if not np.isfinite(c(*big, **options)).all():
@@ -405,7 +413,7 @@ def check_empty(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
         y = c(*inputs, allow=facts.encode(allow))
     elif facts.hides_true is not None:
         key_allow = np.full((len(inputs[0]) if inputs[0].ndim > 2 else 1, inputs[-1].shape[-2]), facts.hides_true)
-        y = c(*(x[None] if x.ndim == 2 and c.takes_rows else x for x in inputs), key_allow=key_allow)
+        y = c(*(x[None] if x.ndim == 2 and c.has_batch else x for x in inputs), key_allow=key_allow)
     else:
         raise NotApplicableError("no mask can hide all keys of a query")
     if not np.isfinite(y).all():
@@ -418,6 +426,8 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     """A row with padding equals the row alone."""
     if "key_allow" not in c.options:
         raise NotApplicableError("it declares no key_allow or key_padding_mask")
+    if facts.leaks:
+        raise NotApplicableError("tokens see later ones: see causality")
     name, n = c.options["key_allow"], inputs[-1].shape[-2]
     rng = np.random.default_rng(facts.seed)
 
@@ -428,7 +438,7 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
         ]
         if not c.takes_rows:
             rows[0] = inputs[0]
-        rows = [x[None] if x.ndim == 2 and c.takes_rows else x for x in rows]
+        rows = [x[None] if x.ndim == 2 and c.has_batch else x for x in rows]
         options = {"positions": np.maximum(np.arange(n + 1) - 1, 0)[None]} if "positions" in c.options else {}
         key_allow = np.broadcast_to(np.arange(n + 1) > 0, (len(rows[0]) if rows[0].ndim > 2 else 1, n + 1))
         y = c(*rows, key_allow=key_allow ^ hides, **options)
