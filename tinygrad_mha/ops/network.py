@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, sqrt, sum, where
+from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, merge_rows, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
 
@@ -149,18 +149,26 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5) -> Any:
     The variance has divisor n. It is computed from x - mean, which is accurate even if |mean| is much larger than the
     standard deviation.
     """
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    rstd = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    x_hat = centred * rstd
+    x_hat = x - row_mean(x)
+    rstd = 1.0 / np.sqrt(np.vecdot(x_hat, x_hat)[..., None] / x.shape[-1] + eps)
+    x_hat *= rstd
     return scale_and_shift(x_hat, weight, bias), x_hat, rstd
+
+
+def row_mean(x):
+    """The mean over the last axis, kept with length 1. For small arrays np.mean takes four times as long."""
+    return np.add.reduce(x, axis=-1, keepdims=True) / x.shape[-1]
 
 
 def layer_norm_vjp(g, y, x_hat, rstd, x, weight, bias, *, eps):
     # x_hat always has mean 0 and mean square 1 (up to eps). So remove from its gradient u the parts along the constant
     # vector and along x_hat, which would change these two.
-    u = g if weight is None else g * weight
-    along_x_hat = np.mean(u * x_hat, axis=-1, keepdims=True)
-    return rstd * (u - np.mean(u, axis=-1, keepdims=True) - x_hat * along_x_hat), g * x_hat, g
+    u = g * (1 if weight is None else weight)
+    along_x_hat = np.vecdot(u, x_hat)[..., None] / x.shape[-1]
+    u -= row_mean(u)
+    u -= x_hat * along_x_hat
+    u *= rstd
+    return u, None if weight is None else np.einsum("nc,nc->c", merge_rows(g), merge_rows(x_hat)), g
 
 
 layer_norm.vjp_joint(layer_norm_vjp)
