@@ -91,8 +91,10 @@ class Candidate:
                 self._modules[np.dtype(dtype)] = getattr(twin, name)() if is_torch else twin.astype(dtype)
         self.module: Any = self._modules.get(np.dtype(np.float64))
         self.target = target
-        self.libraries = ["torch"] if is_torch else ["tinygrad_mha"] if self.module else ["numpy", "tinygrad_mha"]
-        self.libraries += ["torch"] if self.module is None and self.torch is not None else []
+        self.libraries = ["torch"] if is_torch else ["tinygrad_mha"]
+        if self.module is None:  # first what its code names: operations of ours and of torch take arrays too
+            libraries = ["numpy", "tinygrad_mha", *(["torch"] if self.torch is not None else [])]
+            self.libraries = sorted(libraries, key=lambda library: not is_named(library, target) or library == "numpy")
         self.library = self.libraries[0]
         self.defaults = read_parameters(getattr(target, "forward", target))
         self.options = {role: name for role, names in OPTIONS.items() for name in names[::-1] if name in self.defaults}
@@ -162,26 +164,24 @@ class Candidate:
             choices = [tuple(rng.standard_normal(shape) for shape in shapes) for shapes in self._list_shapes()]
         problems: dict[str, str] = {}
         for inputs in choices:
-            for library in self.libraries:
-                self.library = library
+            for self.library in self.libraries:  # noqa: B020
                 try:
-                    y = self(*inputs)
-                    kind = "numpy" if isinstance(self.call_raw(*map(self.convert, inputs)), np.ndarray) else ""
+                    y, raw = self(*inputs), self.call_raw(*map(self.convert, inputs))
                 except CandidateError as error:
                     problems.setdefault(self.library, f"{error} (inputs: {', '.join(str(x.shape) for x in inputs)})")
                     continue
-                if self.library == "numpy" and not kind:
-                    self.library = "tinygrad_mha"  # an operation of ours accepts arrays too
+                if self.library != "numpy" and isinstance(raw, np.ndarray) and self.module is None:
+                    self.library = "numpy"
+                elif self.library == "numpy" and isinstance(raw, Tensor):
+                    self.library = "tinygrad_mha"
                 expected = inputs[0].shape[:-1]
                 if y.shape[:-1] != expected:
                     raise CandidateError(
                         f"it returned the shape {y.shape}, expected {(*expected, '...')}: a row for each"
                     )
                 return inputs
-        uses_torch = "torch" in getattr(self.target, "__globals__", {}) and "torch" in problems
-        problem = problems["torch" if uses_torch else self.libraries[0]]
         hint = "" if given else ". Give inputs of its size: check.attention(f, x), or --shape 7x11"
-        raise CandidateError(problem + hint)
+        raise CandidateError(problems[self.libraries[0]] + hint)
 
     def _list_shapes(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Shapes of inputs to try."""
@@ -225,6 +225,14 @@ class Candidate:
 def walk_modules(module: Any) -> Iterator[tuple[str, Any]]:
     """A module and those in it, with their paths; none for None."""
     yield from () if module is None else module.named_modules()
+
+
+def is_named(package: str, f: Any) -> bool:
+    """Whether the code of a function names something of a package."""
+    values = [f.__globals__.get(name) for name in f.__code__.co_names] if hasattr(f, "__code__") else [f]
+    places = [place for value in values for place in (value, type(value))]
+    found = [getattr(place, name, None) for place in places for name in ("__module__", "__name__")]
+    return any(str(name).partition(".")[0] == package for name in found)
 
 
 def read_parameters(f: Any) -> dict[str, Any]:

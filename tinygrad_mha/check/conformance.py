@@ -224,7 +224,12 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     unused = [entry.name for entry in report.entries if entry.status == "ignored"]
     if wrong:
         text = f"the gradient of {wrong[0].name} is wrong: {wrong[0].worst}"
-        return Finding("gradients", "failed", text, wrong[0].note or "a derivative rule is wrong")
+        return Finding(
+            "gradients",
+            "failed",
+            text,
+            wrong[0].note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)",
+        )
     if unused:
         text = f"the result does not depend on {', '.join(unused)}"
         return Finding("gradients", "failed", text, f"{unused[0]} is not used: it has no effect and no gradient")

@@ -42,7 +42,7 @@ class Formula:
     Attributes:
         n_head: the number of heads in the columns of q, k and v.
         scale: of the scores; d ** -0.5 if None.
-        axis: of the softmax.
+        axis, times: of the softmax, and how often it is applied.
         is_late: whether the mask is multiplied by the weights instead of hiding scores.
         split, join: how columns become heads, and heads columns: "heads", "reshape", "interleave"; join also "mean".
         tile: whether shared keys are repeated as a whole instead of one by one.
@@ -57,6 +57,7 @@ class Formula:
     n_head: int = 1
     scale: float | None = None
     axis: int = -1
+    times: int = 1
     is_late: bool = False
     split: str = "heads"
     join: str = "heads"
@@ -89,11 +90,13 @@ class Formula:
                 repeat = lambda x, n, axis: np.concatenate([x] * n, axis)  # noqa: E731
             k, v = repeat(k, times, axis=-3), repeat(v, times, axis=-3)
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if self.scale is None else self.scale) + bias
-        scores = scores if self.is_late else np.where(see, scores, -np.inf)
-        top = scores.max(axis=self.axis, keepdims=True)
-        weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
-        total = weights.sum(axis=self.axis, keepdims=True)
-        y = weights / np.where(total == 0, 1.0, total) * see @ v
+        for _ in range(self.times):
+            scores = scores if self.is_late else np.where(see, scores, -np.inf)
+            top = scores.max(axis=self.axis, keepdims=True)
+            weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+            total = weights.sum(axis=self.axis, keepdims=True)
+            scores = weights / np.where(total == 0, 1.0, total) * see
+        y = scores @ v
         y = y + {"q": q, "v": v}[self.plus] if self.plus in ("q", "v") else y
         return self._join(y) if self.n_head > 1 else y
 
@@ -136,6 +139,7 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
         "the mask is applied after the softmax, so the weights that are left do not sum to 1",
         {"is_late": True},
     ),
+    ("softmax", "the softmax is applied twice", {"times": 2}),
     ("roles", "K and V are swapped", {"order": "qvk"}),
     ("roles", "Q and K are swapped", {"order": "kqv"}),
     ("roles", "Q and V are swapped", {"order": "vkq"}),
