@@ -802,6 +802,196 @@ class ReturnsFloat64(PlainModule):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# These were written without looking at the check, and tried when it was finished.
+
+
+@fault("scale")
+def multiplied_by_sqrt(q, k, v):
+    return softmax((q @ k.swapaxes(-1, -2)) * math.sqrt(q.shape[-1])) @ v
+
+
+@fault("in place")
+def writes_to_its_input(q, k, v):
+    q /= math.sqrt(q.shape[-1])
+    return softmax(q @ k.swapaxes(-1, -2)) @ v
+
+
+@fault("(?i)softmax|twice")
+def softmax_twice(q, k, v):
+    return softmax(softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]))) @ v
+
+
+@fault("(?i)exclu|cap|finite|later|future|order")
+def cap_after_mask(q, k, v, cap=5.0):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    scores = np.where(np.tri(n, m, m - n, dtype=bool), scores, -np.inf)
+    return softmax(cap * np.tanh(scores / cap)) @ v
+
+
+@fault("(?i)later|future|leak|wrap", *X)
+class ShiftsByRoll(PlainModule):
+    """Token shift as in RWKV: half of the channels come from the token before; the roll wraps around."""
+
+    def project(self, x, positions):
+        before = ops.concat(x[..., -1:, :], x[..., :-1, :], axis=-2)
+        return super().project(x * 0.5 + before * 0.5, positions)
+
+
+@fault("(?i)same twice|state|determin|call", *X)
+class KeepsARunningMean(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.mean = 0.0
+
+    def project(self, x, positions):
+        self.mean = 0.9 * self.mean + 0.1 * x.numpy().mean()
+        return super().project(x - float(self.mean), positions)
+
+
+@fault("(?i)gradient", *X)
+class DetachesKeys(PlainModule):
+    def project(self, x, positions):
+        q, k, v = super().project(x, positions)
+        return q, k.detach(), v
+
+
+@fault("(?i)length|stale|state|call|first", *X)
+class MaskOfTheFirstCall(PlainModule):
+    mask = None
+
+    def weigh(self, q, k, key_allow):
+        if self.mask is None or self.mask.shape[-1] < k.shape[-2]:
+            self.mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool)
+        allow = self.mask[: q.shape[-2], : k.shape[-2]]
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, None, :]
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("(?i)cache|twice|rotat|position", *X)
+class RotatesCachedKeysAgain(Rotated):
+    def project(self, x, positions):
+        q, k, v = PlainModule.project(self, x, positions)
+        return self.turn(q, positions), k, v
+
+    def remember(self, cache, k, v):
+        k, v = cache.append(self.turn(k, np.arange(cache.length, cache.length + k.shape[-2])), v)
+        return self.turn(k, np.arange(k.shape[-2])), v
+
+
+@fault("(?i)padding|position", *X)
+class AbsolutePositionsByIndex(PlainModule):
+    """Adds learned absolute positions inside attention, ignoring `positions` (padding in front moves them)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = tg.Tensor(np.random.default_rng(2).standard_normal((32, 12)), requires_grad=True)
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        start = 0 if cache is None else cache.length
+        return super().forward(
+            x + self.table[np.arange(start, start + x.shape[-2])].astype(x.dtype), cache, positions, key_allow
+        )
+
+
+@fault("(?i)nan|padding|masked", *X)
+class MultipliesMaskedValues(PlainModule):
+    """A row without a key is 0 / 0; the largest score may be one that is hidden."""
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        allow = np.tri(n, m, m - n, dtype=bool)
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, None, :]
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        e = ops.exp(scores - scores.max(axis=-1, keepdims=True)) * allow.astype(scores.dtype)
+        return e / e.sum(axis=-1, keepdims=True)
+
+
+@fault("(?i)float16|dtype|precision|cache", *X)
+class HalfPrecisionCache(PlainModule):
+    def remember(self, cache, k, v):
+        return [tg.Tensor(z.numpy().astype(np.float16).astype(z.dtype)) for z in cache.append(k, v)]
+
+
+@variant(*X)
+class CosineAttention(PlainModule):
+    def weigh(self, q, k, key_allow):
+        q, k = (z / ((z * z).sum(axis=-1, keepdims=True) + 1e-6) ** 0.5 for z in (q, k))
+        scores = 8.0 * (q @ k.mT)
+        allow = nn.allow_past(q, k, key_allow)
+        return ops.softmax(scores if allow is None else ops.where(allow, scores, -np.inf))
+
+
+@variant(*X)
+class GatedOutput(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(12, 12, rng=7)
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        return super().forward(x, cache, positions, key_allow) * ops.sigmoid(self.gate(x))
+
+
+@variant(*X)
+class TokenShift(PlainModule):
+    """Each token also reads the one before it (no cache)."""
+
+    def project(self, x, positions):
+        zero = np.zeros_like(x.numpy()[..., :1, :])
+        return super().project(x * 0.5 + ops.concat(tg.Tensor(zero), x[..., :-1, :], axis=-2) * 0.5, positions)
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+@variant(*X)
+class Differential(PlainModule):
+    """Difference of two softmaxes (arXiv:2410.05258), with a learned factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q2, self.k2 = nn.Linear(12, 12, rng=8), nn.Linear(12, 12, rng=9)
+        self.lam = tg.Tensor(np.array(0.3), requires_grad=True)
+
+    def forward(self, x):
+        q, k, v = self.project(x, None)
+        q2, k2 = self.split(self.q2(x)), self.split(self.k2(x))
+        w = self.weigh(q, k, None) - self.lam * self.weigh(q2, k2, None)
+        return self.o_proj(self.join(w @ v))
+
+
+@variant()
+def gaussian_kernel(q, k, v):
+    d2 = ((q[..., :, None, :] - k[..., None, :, :]) ** 2).sum(-1)
+    return softmax(-d2 / (2 * math.sqrt(q.shape[-1]))) @ v
+
+
+def make_wrong_softmax():
+    """A primitive whose rule leaves out the sum over the row."""
+    before = dict(ops.REGISTRY)
+
+    @ops.primitive
+    def wrong_softmax(x):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    wrong_softmax.vjps(lambda g, y, x: g * y)
+    ops.REGISTRY.clear()
+    ops.REGISTRY.update(before)
+    return wrong_softmax
+
+
+wrong_softmax = make_wrong_softmax()
+
+
+@fault("gradient")
+def softmax_with_a_wrong_derivative(q, k, v):
+    return wrong_softmax(q @ k.mT / q.shape[-1] ** 0.5) @ v
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Modules of torch, where it is installed
 
 try:
@@ -867,3 +1057,19 @@ if torch is not None:
     class NanoGPTDropsInEval(NanoGPTs):
         def hide(self, att):
             return functional.dropout(super().hide(att), p=0.1)  # training=True is the default of the function
+
+    @variant((2, 7, 12))
+    class TorchLlamaLike(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.wq, self.wo = (torch.nn.Linear(12, 12, bias=False) for _ in range(2))
+            self.wkv = torch.nn.Linear(12, 8, bias=False)
+
+        def forward(self, x):
+            B, T, C = x.shape
+            q = self.wq(x).view(B, T, 3, 4).transpose(1, 2)
+            k, v = self.wkv(x).view(B, T, 2, 1, 4).unbind(2)
+            k, v = (z.transpose(1, 2).expand(B, 3, T, 4) for z in (k, v))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.wo(y.transpose(1, 2).reshape(B, T, C))

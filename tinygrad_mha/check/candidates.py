@@ -117,6 +117,14 @@ class Candidate:
         stated += [self.defaults.get(self.options.get("causal", "")), "cache" in self.options or None]
         return next((value for value in stated if isinstance(value, bool)), None)
 
+    def accepts_tensors(self) -> bool:
+        """Whether Tensors of this package give a Tensor, though arrays give an array."""
+        try:
+            y = self.call_raw(*(Tensor(x, requires_grad=True) for x in self.inputs))
+        except CandidateError:
+            return False
+        return isinstance(y, Tensor)
+
     def find_size(self, *names: str) -> int | None:
         """The integer that the candidate, a module in it or a default of its arguments calls by one of `names`."""
         modules = [module for _, module in walk_modules(self.module)]
