@@ -268,7 +268,7 @@ def attention_promoted_by_sqrt(q, k, v):
     return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
 
 
-@fault("(?i)leak|future|later", causal=True)
+@fault("leak")
 def values_centred_over_time(q, k, v):
     n, m = q.shape[-2], k.shape[-2]
     v = v - v.mean(axis=-2, keepdims=True)

@@ -139,14 +139,21 @@ def check_determinism(c: Candidate) -> Finding:
 # Influence
 
 
-def measure_influence(c: Candidate, inputs: Inputs, seed: int, size: float = 1.0, **options: Any) -> np.ndarray:
-    """(T_q, T_k): how much each row of the result changes with each row of x, or of k and v (relative)."""
+def measure_influence(
+    c: Candidate, inputs: Inputs, seed: int, size: float = 1.0, changed: slice = slice(-2, None), **options: Any
+) -> np.ndarray:
+    """(T_q, T_k): how much each row of the result changes with each row of x, or of k and v (relative).
+
+    Args:
+        size: of the changes.
+        changed: which of the inputs change; slice(1, 2) is k alone.
+    """
     rng = np.random.default_rng(seed)
     y = c(*inputs, **options)
     columns = []
     for j in range(inputs[-1].shape[-2]):
         moved = [x.copy() for x in inputs]
-        for x in moved[-2:]:
+        for x in moved[changed]:
             x[..., j, :] += size * rng.standard_normal(x[..., j, :].shape)
         with np.errstate(invalid="ignore"):
             change = np.abs(c(*moved, **options) - y)
@@ -182,7 +189,7 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     strength = influence[later].mean() / influence[before].mean() if n > 1 and influence[before].any() else np.inf
     is_unordered = n == m and is_symmetric(c, inputs)
     is_two_way = n != m or is_unordered or ((see == see.T).all() and strength > WEAK)
-    if is_two_way and not causal:
+    if is_two_way and not causal and (c.takes_rows or not hides_later(c, inputs, facts)):
         text = "rows depend on later ones as on earlier ones: judged as not causal, which causal=True would forbid"
         return Finding("causality", "does not apply", text)
     if is_unordered:
@@ -200,6 +207,15 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     i, j = (int(index) for index in np.argwhere(later)[0])
     text = f"row {i} depends on row {j}, which comes later: it changes by {influence[i, j]:.1e} of the largest element"
     return Finding("causality", "failed", text, cause, details={"pairs": np.argwhere(later), "strength": strength})
+
+
+def hides_later(c: Candidate, inputs: Inputs, facts: Facts) -> bool:
+    """Whether later keys alone, or later values alone, have no influence: then there is a causal mask."""
+    return any(
+        not (see & ~past(see)).any()
+        for changed in (slice(1, 2), slice(2, 3))
+        for see in [measure_influence(c, inputs, facts.seed, changed=changed) > CLOSE]
+    )
 
 
 def is_symmetric(c: Candidate, inputs: Inputs) -> bool:
