@@ -83,8 +83,8 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
         ...     return scores / scores.sum(-1, keepdims=True) @ v
         >>> for finding in attention(unscaled).failed:
         ...     print(finding.name, "-", finding.cause)
-        overflow - exp overflows: the largest score of each row is not subtracted before it
         scale - the scores are not divided by sqrt(d_k): the scale is missing
+        overflow - exp overflows: the largest score of each row is not subtracted before it
     """
     name = getattr(candidate, "__name__", type(candidate).__name__)
     try:
