@@ -167,7 +167,7 @@ class Candidate:
     def _find_inputs(self, given: tuple[Any, ...], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         """The given inputs, or the first of its own that it can be called with. Sets the library too."""
         if given:
-            choices = [tuple(np.array(plain(x), np.float64) for x in given)]
+            choices = [self._read_inputs(given)]
         else:
             choices = [tuple(rng.standard_normal(shape) for shape in shapes) for shapes in self._list_shapes()]
         problems: dict[str, str] = {}
@@ -190,6 +190,16 @@ class Candidate:
                 return inputs
         hint = "" if given else ". Give inputs of its size: check.attention(f, x), or --shape 7x11"
         raise CandidateError(problems[self.libraries[0]] + hint)
+
+    def _read_inputs(self, given: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
+        """The given inputs as float64 arrays."""
+        arrays = [np.array(plain(x)) for x in given]
+        shapes = ", ".join(str(x.shape) for x in arrays)
+        if not all(x.ndim >= 2 and x.size and x.dtype.kind in "fiu" and np.isfinite(x).all() for x in arrays):
+            raise CandidateError(f"inputs must be finite numbers of shape (..., T, width), got {shapes}")
+        if len(arrays) not in (1, 3):
+            raise CandidateError(f"expected one input x, or three, q, k and v; got {shapes}")
+        return tuple(x.astype(np.float64) for x in arrays)
 
     def _list_shapes(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Shapes of inputs to try."""
