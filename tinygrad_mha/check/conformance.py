@@ -118,6 +118,9 @@ def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
         except CandidateError as error:
             yield Finding(name, "failed", str(error), "an option or input that it should take cannot be used")
     yield from (found for found in by_formula if found.status != "failed")
+    if c.printed:
+        text = f"it prints while it runs, which is not shown; the first line is {c.printed.splitlines()[0]!r}"
+        yield Finding("output", "does not apply", text)
 
 
 def check_determinism(c: Candidate) -> Finding:
@@ -125,9 +128,8 @@ def check_determinism(c: Candidate) -> Finding:
     inputs = [c.convert(x) for x in c.inputs]
     c.call_raw(*inputs)
     if not all(np.array_equal(np.asarray(plain(x)), y) for x, y in zip(inputs, c.inputs, strict=True)):
-        return Finding(
-            "determinism", "failed", "its inputs have other values afterwards", "it edits its input in place"
-        )
+        text = "its inputs have other values afterwards"
+        return Finding("determinism", "failed", text, "it edits its input in place")
     if not is_equal(c(*c.inputs), c(*c.inputs), 0.0):
         text = "two calls with the same input in eval mode give different numbers; nothing else can be told"
         cause = "random numbers in eval mode (dropout that is left on), or a state that it keeps between calls"
@@ -242,17 +244,12 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     unused = [entry.name for entry in report.entries if entry.status == "ignored"]
     if wrong:
         text = f"the gradient of {wrong[0].name} is wrong: {wrong[0].worst}"
-        return Finding(
-            "gradients",
-            "failed",
-            text,
-            wrong[0].note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)",
-        )
+        cause = wrong[0].note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
+        return Finding("gradients", "failed", text, cause)
     if unused:
         text = f"the result does not depend on {', '.join(unused)}"
         return Finding("gradients", "failed", text, f"{unused[0]} is not used: it has no effect and no gradient")
-    text = f"{len(report.entries)} inputs and parameters agree with finite differences"
-    return Finding("gradients", "passed", text)
+    return Finding("gradients", "passed", f"{len(report.entries)} inputs and parameters agree with finite differences")
 
 
 def check_torch_gradients(c: Candidate, inputs: Inputs) -> Finding:
@@ -329,10 +326,9 @@ def check_chunking(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
             see = measure_influence(c, (q[..., n - t :, :], k, v), facts.seed) > CLOSE
             corner = facts.is_causal and not np.triu(see, 1).any()
             cause = "the causal mask is aligned at the top left corner: with a cache, new queries miss the latest keys"
+            cause = cause if corner else "queries depend on each other, or on their place"
             text = f"the last {t} of {n} queries alone give other rows than all of them"
-            return Finding(
-                "chunking", "failed", text, cause if corner else "queries depend on each other, or on their place"
-            )
+            return Finding("chunking", "failed", text, cause)
     return Finding("chunking", "passed", f"the last 1 to {n - 1} queries alone give the same rows as all {n}")
 
 
@@ -340,17 +336,16 @@ def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
     """The claims of `kv_cache`."""
     if "cache" not in c.options or not c.takes_rows or c.library != "tinygrad_mha":
         raise NotApplicableError("it declares no cache that a KVCache of this package can be given to")
-    if len(inputs[0]) < 2 or not facts.is_causal or facts.leaks:
+    n, width = inputs[0].shape[-2:]
+    if n < 2 or not facts.is_causal or facts.leaks:
         raise NotApplicableError("a cache serves causal attention of at least two tokens: see causality")
+    x = inputs[0].reshape(-1, n, width)[0, -5:]
     with c.guard():
-        verdict = kv_cache(
-            c.module,
-            inputs[0][..., -5:, :],
-        )
+        verdict = kv_cache(c.module, x)
     if verdict.ok:
         return Finding("cache", "passed", "with a cache in any chunks, cropped or forked, the same numbers as without")
     first = verdict.failed[0]
-    cause = explain_cache(c, inputs[0][..., -5:, :]) or first.cause
+    cause = explain_cache(c, x) or first.cause
     return Finding("cache", "failed", f"{first.name}: {first.message}", cause, details=first.example)
 
 
