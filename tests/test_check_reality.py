@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha import nn
 
 torch = pytest.importorskip("torch")
 
 X = np.random.default_rng(3).standard_normal((2, 7, 12)).astype(np.float32)
-NO_CACHE = pytest.mark.xfail(strict=True, reason="the cache of a torch module is not tried yet")
-IMPLEMENTATIONS = ["eager", pytest.param("sdpa", marks=NO_CACHE)]
 
 
 def failed(verdict):
@@ -86,7 +85,7 @@ def make_gpt2(transformers, implementation):
             self.attention = attention
 
         def forward(self, x, cache=None):
-            return self.attention(x.contiguous(), cache=None if cache is None else Cache(cache))[0]
+            return self.attention(x.contiguous(), cache=cache and Cache(cache))[0]
 
     return GPT2()
 
@@ -108,18 +107,58 @@ def make_llama(transformers, implementation):
             start = 0 if cache is None else cache.length
             places = torch.arange(start, start + x.shape[-2])[None]
             cos, sin = (z.to(x.dtype) for z in rotary(x, places))
-            return self.attention(x, position_embeddings=(cos, sin), cache=None if cache is None else Cache(cache))[0]
+            return self.attention(x, position_embeddings=(cos, sin), cache=cache and Cache(cache))[0]
 
     return Llama()
 
 
-@pytest.mark.parametrize("make", [make_gpt2, make_llama])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_of_transformers_without_a_mask(make, implementation, transformers):
-    """sdpa is causal then, and aligned at the top left; eager sees later tokens, since the model makes the mask."""
-    said = failed(tg.check.attention(make(transformers, implementation), X, causal=True))
-    if implementation == "eager":
-        assert "causality" in said
-    else:
-        assert set(said) == {"cache"}
-        assert re.search("corner|top.left", said["cache"])
+BOTH = pytest.mark.parametrize("make", [make_gpt2, make_llama])
+
+
+@BOTH
+def test_attention_of_transformers_sees_later_tokens_without_a_mask_if_eager_and_not_if_sdpa(make, transformers):
+    assert "causality" in failed(tg.check.attention(make(transformers, "eager"), X, causal=True))
+    assert failed(tg.check.attention(make(transformers, "sdpa"), X, causal=True)) == {}
+
+
+@BOTH
+def test_sdpa_of_transformers_aligns_chunks_behind_a_cache_at_the_top_left(make, transformers):
+    attention = make(transformers, "sdpa").double()
+
+    class Ours(nn.Module):
+        def forward(self, x, cache=None):
+            with torch.no_grad():
+                rows = x.numpy().reshape(-1, *x.shape[-2:])
+                return tg.Tensor(attention(torch.tensor(rows), cache).numpy().reshape(x.shape))
+
+    verdict = tg.check.kv_cache(Ours(), X[0])
+    assert verdict.failed[0].name == "chunks"
+    assert re.search("corner|top.left", verdict.first_divergence.cause), verdict
+
+
+def make_masked(transformers, implementation):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = make_gpt2(transformers, implementation).attention
+
+        def forward(self, x, attention_mask=None):
+            mask = None if attention_mask is None else attention_mask[None, None]
+            return self.attention(x.contiguous(), attention_mask=mask)[0]
+
+    return Masked().eval()
+
+
+def test_eager_attention_of_transformers_adds_its_mask_and_gives_nan_where_all_is_hidden(transformers):
+    masked = make_masked(transformers, "eager")
+    verdict = tg.check.attention(masked, X)
+    assert list(failed(verdict)) == ["empty"]
+    assert "0 and -inf are added" in next(f.message for f in verdict.findings if f.name == "mask")
+    x = torch.tensor(X)
+    allow = torch.ones(7, 7, dtype=torch.bool).tril()
+    y = [masked(z, attention_mask=allow)[:, 0] for z in (x, x + torch.eye(7)[3][:, None])]
+    assert not torch.allclose(*y)  # a boolean mask is added as 0 and 1: token 0 sees token 3
+
+
+def test_a_mask_switches_the_causal_mask_of_sdpa_attention_of_transformers_off(transformers):
+    assert list(failed(tg.check.attention(make_masked(transformers, "sdpa"), X))) == ["mask"]

@@ -180,7 +180,14 @@ def test_the_demo_prints_all_parts_and_the_folder(tmp_path, capsys):
     out = tmp_path / "demo"
     assert main(["demo", "--steps", "6", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    for part in ("S_1  3x3", "gradcheck of Block: ok", "validation loss", "the same tokens: True", str(out)):
+    for part in (
+        "S_1  3x3",
+        "gradcheck of Block: ok",
+        "scaled_by_d: FAILED (scale)",
+        "validation loss",
+        "the same tokens: True",
+        str(out),
+    ):
         assert part in said
     assert {"gradcheck.txt", "sample.txt", "walkthrough.html", "gpt"} <= {path.name for path in out.iterdir()}
     assert "is not empty" in refused(capsys, "demo", "--out", out)

@@ -7,11 +7,13 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha.cli import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinygrad_mha"
@@ -28,6 +30,18 @@ def test_every_code_block_runs(page, own_primitives, tmp_path, monkeypatch):
         line = page.read_text()[: block.start(1)].count("\n")
         code = compile("\n" * line + block[1], str(page), "exec")  # the right line in a traceback
         exec(code, names)
+
+
+COMMAND = r"(?sm)^```console\n\$ tinygrad-mha ([^\n|]+?)(?: \| head -(\d+))?\n(.*?)^```"
+COMMANDS = [match.groups() for page in PAGES for match in re.finditer(COMMAND, page.read_text())]
+
+
+@pytest.mark.parametrize(("command", "head", "output"), COMMANDS)
+def test_a_page_shows_what_a_command_prints(command, head, output, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    main(shlex.split(command))
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    assert "".join(lines[: int(head) if head else None]) == output
 
 
 @pytest.mark.parametrize("name", MODULES)

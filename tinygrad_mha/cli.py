@@ -76,9 +76,9 @@ def add_demo(commands: Any) -> None:
 def run_demo(args: argparse.Namespace) -> int:
     """Compute and check attention, train a GPT and sample from it, in less than two minutes.
 
-    Offline: the matrices of causal two-head attention, a gradient check of a whole block, the KV cache against the full
-    computation, a GPT trained on the Python language reference, and text generated with the cache. All results are
-    written into a folder.
+    Offline: the matrices of causal two-head attention, a gradient check of a whole block, the check of an attention
+    with a fault, the KV cache against the full computation, a GPT trained on the Python language reference, and text
+    generated with the cache. All results are written into a folder.
     """
     write_demo(args.out, args.steps)
     return 0

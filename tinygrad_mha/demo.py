@@ -1,4 +1,4 @@
-"""The demo: attention by hand, a gradient check, the KV cache, and a GPT that is trained and sampled, in two minutes.
+"""The demo: attention by hand, a gradient check, a verdict, the KV cache, and a GPT that is trained, in two minutes.
 
 All numbers come from the run itself. The results are written into a folder.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import viz
+from tinygrad_mha.check import attention as check_attention
 from tinygrad_mha.check import gradcheck
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate
 from tinygrad_mha.engine import toposort
@@ -45,6 +46,7 @@ def write_demo(folder: str | os.PathLike[str], steps: int = STEPS, say: Say = pr
         raise FileExistsError(f"{folder} is not empty: choose another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
     files = [*show_attention(folder, say), *check_block(folder, say)]
+    judge_attention(say)
     compare_cache(say)
     files += train_gpt(folder, steps, say)
     say(f"\nAll files are in {folder}:")
@@ -147,9 +149,19 @@ def check_block(folder: Path, say: Say) -> Files:
     return [(path, "the gradient check of the block")]
 
 
+def judge_attention(say: Say) -> None:
+    """Part 3: the verdict on an attention with a fault."""
+    say("\n3. An attention that divides its scores by d, not by its root, and what a check says of it\n")
+
+    def scaled_by_d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / q.shape[-1]).softmax() @ v
+
+    say(str(check_attention(scaled_by_d)))
+
+
 def compare_cache(say: Say) -> None:
-    """Part 3: compare a row computed with a KV cache with the full computation."""
-    say("\n3. The KV cache: the fourth row costs one row\n")
+    """Part 4: compare a row computed with a KV cache with the full computation."""
+    say("\n4. The KV cache: the fourth row costs one row\n")
     mha, x = make_attention()
     fourth = np.random.default_rng(2).standard_normal((1, 5))
     with no_grad():
@@ -163,9 +175,9 @@ def compare_cache(say: Say) -> None:
 
 
 def train_gpt(folder: Path, steps: int, say: Say) -> Files:
-    """Part 4: train a GPT, and sample from it."""
+    """Part 5: train a GPT, and sample from it."""
     config = preset("tiny", steps=steps, eval_interval=max(1, steps // 6), sample_interval=0)
-    say(f"\n4. A GPT, trained on the Python language reference for {steps} steps\n")
+    say(f"\n5. A GPT, trained on the Python language reference for {steps} steps\n")
     run = train(config, folder=folder / "gpt", show="bar" if sys.stderr.isatty() else "quiet")
     say(f"{run.model.count():,} parameters; validation loss in nats per character:")
     for row in run.log.rows:
@@ -183,8 +195,8 @@ def train_gpt(folder: Path, steps: int, say: Say) -> Files:
 
 
 def sample_text(run: Run, say: Say) -> str:
-    """Part 5: generate text with and without the cache."""
-    say("\n5. A sample, generated with the cache\n")
+    """Part 6: generate text with and without the cache."""
+    say("\n6. A sample, generated with the cache\n")
     prompt = run.tokenizer.encode("The ")
     cached, uncached = CountedModel(run.model), CountedModel(run.model)
     with_cache = generate(cached, prompt, 28, temperature=0)

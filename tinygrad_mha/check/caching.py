@@ -144,7 +144,8 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
         verdict.first_divergence = next((first for _, first in results if first is not None), None)
         if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
             verdict.differences = subject.measure_differences()
-            verdict.ledger = Subject(model, ids, model.parameters()[0].dtype).count_ledger()
+            dtype = next((p.dtype for p in model.parameters()), np.float64)  # torch may hold the parameters
+        verdict.ledger = Subject(model, ids, dtype).count_ledger()
     return verdict
 
 
