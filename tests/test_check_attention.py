@@ -1,5 +1,6 @@
 """`tg.check.attention` names the fault of an attention, accepts correct ones, and says what could not be run."""
 
+import functools
 import importlib
 import json
 import re
@@ -25,6 +26,11 @@ def as_param(case):
     return pytest.param(case, id=case.name, marks=marks)
 
 
+@functools.cache
+def check(case):
+    return case.check()
+
+
 def names(verdict):
     """What a verdict says is wrong: name and cause of each failed finding."""
     return [f"{finding.name}: {finding.cause}" for finding in verdict.failed]
@@ -32,7 +38,7 @@ def names(verdict):
 
 @pytest.mark.parametrize("case", [as_param(c) for c in FAULTS])
 def test_a_fault_is_rejected_by_name(case):
-    verdict = case.check()
+    verdict = check(case)
     assert not verdict.problem, verdict.problem
     assert verdict.failed, verdict
     assert re.search(case.says, names(verdict)[0]), verdict  # what comes first is the fault, not what follows from it
@@ -41,7 +47,7 @@ def test_a_fault_is_rejected_by_name(case):
 
 @pytest.mark.parametrize("case", [as_param(c) for c in VARIANTS])
 def test_a_correct_attention_passes(case):
-    verdict = case.check()
+    verdict = check(case)
     assert verdict.ok, verdict
     assert any(finding.status == "passed" for finding in verdict.findings)
 
@@ -187,7 +193,7 @@ def test_a_notebook_shows_a_table():
 
 
 def test_each_claim_of_the_suite_is_failed_by_some_fault():
-    verdicts = [case.check() for case in FAULTS if case.name not in MISSED]
+    verdicts = [check(case) for case in FAULTS if case.name not in MISSED]
     claims = {f.name for v in verdicts for f in v.findings} - {"permutation"}  # says only whether order matters
     assert claims == {f.name for v in verdicts for f in v.failed}
 
