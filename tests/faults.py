@@ -968,6 +968,17 @@ def gaussian_kernel(q, k, v):
     return softmax(-d2 / (2 * math.sqrt(q.shape[-1]))) @ v
 
 
+@fault("scale", *X)
+class NamesNothing(nn.Module):
+    def __init__(self):
+        self.a, self.b, self.c, self.d = (nn.Linear(12, 12, rng=i) for i in range(4))
+        self.h = 3
+
+    def forward(self, x):
+        q, k, v = (nn.split_heads(f(x), self.h) for f in (self.a, self.b, self.c))
+        return self.d(nn.join_heads(ops.softmax(ops.where(nn.causal(x.shape[-2]), q @ k.mT, -np.inf)) @ v))
+
+
 def make_wrong_softmax():
     """A primitive whose rule leaves out the sum over the row."""
     before = dict(ops.REGISTRY)

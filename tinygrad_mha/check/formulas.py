@@ -32,6 +32,7 @@ ROLES = {
     "qkv": ("cattn", "qkv", "wqkv", "inproj", "inprojweight", "qkvproj", "toqkv", "querykeyvalue"),
     "o": ("wo", "oproj", "cproj", "outproj", "out", "o", "proj", "toout", "output", "outputproj", "dense", "linout"),
 }
+ORDERS = {4: ("q", "k", "v", "o"), 2: ("qkv", "o")}  # in which linear layers are usually made
 BIASES = {"wq": "bq", "wk": "bk", "wv": "bv", "wo": "bo", "in_proj_weight": "in_proj_bias"}
 
 
@@ -195,7 +196,7 @@ def list_scales(d_k: int, d_v: int, width: int, n_k: int) -> dict[str, float]:
 class Reference:
     """The formula with the projections of a candidate, to compare it with.
 
-    Projections are found by the names in ROLES; a function of q, k and v has none. Without them nothing is compared.
+    Projections are found by their names or order; a function of q, k and v has none. Without them nothing is compared.
 
     Attributes:
         is_known: whether there is something to compare with.
@@ -204,8 +205,7 @@ class Reference:
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
         self.parts = {} if candidate.module is None else find_projections(candidate)
-        complete = "o" in self.parts and ("qkv" in self.parts or {"q", "k", "v"} <= self.parts.keys())
-        self.is_known = complete or (candidate.module is None and not candidate.takes_rows)
+        self.is_known = bool(self.parts) or (candidate.module is None and not candidate.takes_rows)
         self.n_head = candidate.find_size("n_head", "num_heads", "n_heads", "heads", "h", "H", "nhead") or 1
         self.n_kv_head = candidate.find_size("n_kv_head", "num_key_value_heads", "num_kv_heads") or self.n_head
 
@@ -271,7 +271,11 @@ def fit_scale(error: Callable[[float], np.ndarray], starts: Iterable[float]) -> 
 
 
 def find_projections(candidate: Candidate) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The projections of a module by their role in ROLES, as functions of arrays."""
+    """The projections of a module by their role in ROLES, as functions of arrays.
+
+    Roles follow from names. If these say too little and there are two or four linear layers, they follow from the order
+    in which these were made: a guess is harmless, since a formula counts only if all digits agree.
+    """
     found: dict[str, Any] = {}
     for _, module in walk_modules(candidate.module):
         held = {**vars(module), **vars(module).get("_parameters", {}), **vars(module).get("_modules", {})}
@@ -280,7 +284,16 @@ def find_projections(candidate: Candidate) -> dict[str, Callable[[np.ndarray], n
             role = next((role for role, names in ROLES.items() if short in names), None)
             if role and role not in found and (callable(part) or hasattr(part, "shape")):
                 found[role] = as_projection(candidate, part, held.get(BIASES.get(name, "")))
-    return found
+    layers = [module for _, module in walk_modules(candidate.module) if type(module).__name__ == "Linear"]
+    if not is_complete(found) and len(layers) in ORDERS:
+        found = {
+            role: as_projection(candidate, layer, None) for role, layer in zip(ORDERS[len(layers)], layers, strict=True)
+        }
+    return found if is_complete(found) else {}
+
+
+def is_complete(found: dict[str, Any]) -> bool:
+    return "o" in found and ("qkv" in found or {"q", "k", "v"} <= found.keys())
 
 
 def as_projection(candidate: Candidate, part: Any, bias: Any) -> Callable[[np.ndarray], np.ndarray]:
