@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from works_files import make_attention_arrays
+from works_ours import make_ours_attention
 
 import tinygrad_mha as tg
 
@@ -53,18 +55,11 @@ if torch is not None:
 # 1. Two-head attention
 
 
-def make_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    shapes = {f"{m}{h}": (5, n) for h in (1, 2) for m, n in (("Q", 7), ("K", 7), ("V", 11))} | {"O": (22, 5)}
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 def make_attention_steps() -> dict[str, Step]:
-    rng = np.random.default_rng(0)
-    w, x, g = make_weights(rng), rng.standard_normal((3, 5)).astype("f"), rng.standard_normal((3, 5)).astype("f")
-    allow = np.tri(3, dtype=bool)
+    w, x, g, allow = make_attention_arrays()
     steps = {"tinygrad_mha": make_ours_attention(w, x, g, allow)}
     if torch is not None:
-        steps["torch"] = make_torch_attention(w, x, g, allow)
+        steps["torch"] = importlib.import_module("works_peer").make_torch_attention(w, x, g, allow)
     if autograd is not None:
         steps["autograd"] = make_autograd_attention(w, x, g, allow)
     if mygrad is not None:
@@ -74,44 +69,6 @@ def make_attention_steps() -> dict[str, Step]:
         for ours, theirs in zip(gradients["tinygrad_mha"], results, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4, err_msg=name)
     return steps
-
-
-def make_ours_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
-    p = {name: tg.Tensor(a, requires_grad=True) for name, a in w.items()}
-    X, ops = tg.Tensor(x), tg.ops
-
-    def step() -> list[np.ndarray]:
-        heads = []
-        for h in "12":
-            q, k, v = X @ p["Q" + h], X @ p["K" + h], X @ p["V" + h]
-            scores = (q @ k.mT) * 7**-0.5
-            heads.append(ops.softmax(ops.mask(scores, allow)) @ v)
-        y = ops.concat(*heads, axis=-1) @ p["O"]
-        for t in p.values():
-            t.grad = None
-        y.backward(g, leaves_only=True)
-        return [t.grad for t in p.values()]
-
-    return step
-
-
-def make_torch_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:
-    p = {name: torch.tensor(a, requires_grad=True) for name, a in w.items()}
-    X, G, hidden = torch.tensor(x), torch.tensor(g), torch.tensor(~allow)
-
-    def step() -> list[Any]:
-        heads = []
-        for h in "12":
-            q, k, v = X @ p["Q" + h], X @ p["K" + h], X @ p["V" + h]
-            scores = (q @ k.mT) * 7**-0.5
-            heads.append(torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v)
-        y = torch.cat(heads, -1) @ p["O"]
-        for t in p.values():
-            t.grad = None
-        y.backward(G)
-        return [t.grad for t in p.values()]
-
-    return step
 
 
 def make_autograd_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Step:

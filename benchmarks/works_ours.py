@@ -1,0 +1,158 @@
+"""The works of `performance.py` in tinygrad_mha. A work returns its step, and results that the peers must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from works_files import load_arrays, make_attention_arrays, make_tokens, read
+
+import tinygrad_mha as tg
+from tinygrad_mha import nn, optim
+
+Work = tuple[Callable[[], Any], list[float]]
+VERSIONS = {"tinygrad_mha": tg.__version__, "numpy": np.__version__}
+
+
+def attention() -> Work:
+    """The two-head causal attention with X 3x5, W_Q and W_K 5x7, W_V 5x11, W_O 22x5, operation by operation."""
+    step = make_ours_attention(*make_attention_arrays())
+    return step, [float(np.abs(g).sum()) for g in step()]
+
+
+def make_ours_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, allow: np.ndarray) -> Callable[[], Any]:
+    p = {name: tg.Tensor(a, requires_grad=True) for name, a in w.items()}
+    X, ops = tg.Tensor(x), tg.ops
+
+    def step() -> list[np.ndarray]:
+        heads = []
+        for h in "12":
+            q, k, v = X @ p["Q" + h], X @ p["K" + h], X @ p["V" + h]
+            scores = (q @ k.mT) * 7**-0.5
+            heads.append(ops.softmax(ops.mask(scores, allow)) @ v)
+        y = ops.concat(*heads, axis=-1) @ p["O"]
+        for t in p.values():
+            t.grad = None
+        y.backward(g, leaves_only=True)
+        return [t.grad for t in p.values()]
+
+    return step
+
+
+def train(folder: str, batch: int, workers: int | None = None) -> Work:
+    """A training step: loss, backward, clipping to norm 1, AdamW. The trainer splits the batch over `workers`."""
+    config = nn.GPTConfig(**read(folder, "config.json"))
+    model = nn.GPT(config)
+    model.load_state_dict(load_arrays(folder))
+    parameters = list(model.parameters())
+    optimizer = optim.AdamW(optim.decay_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.99))
+    tokens = make_tokens(config.vocab_size, batch, config.block_size + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def step() -> float:
+        loss = model.loss(idx, targets)
+        optimizer.zero_grad()
+        loss.backward(leaves_only=True)
+        optim.clip_grad_norm(parameters, 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step, [step() for _ in range(3)]
+
+
+def generate(folder: str, prompt: int, new: int, use_cache: bool = True) -> Work:
+    """Greedy decoding of `new` tokens after `prompt` random ones."""
+    model = nn.GPT.from_pretrained(folder)
+    idx = make_tokens(model.config.vocab_size, 1, prompt)
+
+    def step() -> np.ndarray:
+        return tg.generate(model, idx, new, temperature=0, eos=None, use_cache=use_cache)
+
+    return step, np.asarray(step())[0].tolist()
+
+
+def generate_own(prompt: int, new: int) -> Work:
+    """Greedy decoding of a GPT with an attention of a person's own."""
+
+    class Own(nn.Module):
+        def __init__(self, config: Any, rng: np.random.Generator) -> None:
+            self.n_head, width = config.n_head, config.n_embd
+            self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False, rng=rng) for _ in range(4))
+
+        def forward(self, x: Any, cache: Any = None) -> Any:
+            q, k, v = (self.split(w(x)) for w in (self.wq, self.wk, self.wv))
+            if cache is not None:
+                k, v = cache.append(k, v)
+            scores = (q @ k.mT) * q.shape[-1] ** -0.5
+            scores = tg.ops.mask(scores, nn.causal(q.shape[-2], k.shape[-2]))
+            heads = scores.softmax() @ v
+            return self.wo(heads.swapaxes(-2, -3).reshape(*x.shape))
+
+        def split(self, x: Any) -> Any:
+            return x.reshape(*x.shape[:-1], self.n_head, x.shape[-1] // self.n_head).swapaxes(-2, -3)
+
+    config = nn.GPTConfig(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)
+    model = nn.GPT(config, seed=0, attention=Own).eval()
+    idx = make_tokens(65, 1, prompt)
+
+    def step() -> np.ndarray:
+        return tg.generate(model, idx, new, temperature=0, eos=None)
+
+    return step, np.asarray(step())[0].tolist()
+
+
+def prefill(folder: str, tokens: int) -> Work:
+    """The logits after `tokens` tokens, and the cache of all layers."""
+    model = nn.GPT.from_pretrained(folder)
+    idx = make_tokens(model.config.vocab_size, 1, tokens)
+
+    def step() -> np.ndarray:
+        with tg.no_grad():
+            return model(idx, cache=nn.KVCache(model.config.n_layer), last_only=True).numpy()
+
+    return step, step().ravel()[:100].tolist()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Floors: the matrix products of a work, and nothing else
+
+
+def train_products(folder: str, batch: int) -> Work:
+    """The products of a training step, forward and backward, each on operands of its own."""
+    config = read(folder, "config.json")
+    width, tokens, n_layer, n_head = (config[key] for key in ("n_embd", "block_size", "n_layer", "n_head"))
+    rng, inner, rows, heads, d = np.random.default_rng(0), 4 * width, batch * tokens, batch * n_head, width // n_head
+    linear = [(rows, width, 3 * width), (rows, width, width), (rows, width, inner), (rows, inner, width)]
+    shapes = [(1, *s) for s in linear * n_layer] + [(1, rows, width, config["vocab_size"])]
+    shapes += [(heads, tokens, d, tokens), (heads, tokens, tokens, d)] * n_layer
+    operands = []
+    for n, i, j, k in shapes:
+        operands.append([rng.standard_normal(s, np.float32) for s in ((n, i, j), (n, j, k), (n, i, k))])
+
+    def step() -> None:
+        for x, w, g in operands:
+            for a, b in zip(x, w, strict=True):
+                a @ b
+            for a, b, d in zip(x, w, g, strict=True):
+                d @ b.T, a.T @ d
+
+    return step, []
+
+
+def decode_products(folder: str, new: int) -> Work:
+    """One vector times every matrix of the model, once per new token."""
+    matrices = [a for name, a in load_arrays(folder).items() if a.ndim == 2 and "wpe" not in name]
+    rows = {a.shape[0]: np.ones((1, a.shape[0]), np.float32) for a in matrices}
+
+    def step() -> None:
+        for _ in range(new):
+            for a in matrices:
+                rows[a.shape[0]] @ a
+
+    return step, []
+
+
+WORKS: dict[str, Callable[..., Work]] = {
+    f.__name__: f for f in (attention, train, generate, generate_own, prefill, train_products, decode_products)
+}
