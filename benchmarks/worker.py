@@ -2,10 +2,10 @@
 
     python benchmarks/worker.py ours|peer
 
-Each line of standard input is a request in JSON, each line of output its answer. `{"work": name, "options": {...}}` makes
-a work and answers with its results, to be compared. `{"repeat": n}` runs it n times and answers with the seconds, the
-page faults and the peak memory. `performance.py` starts the workers and lets one run at a time, because the thread pools
-of two libraries slow each other down.
+Each line of standard input is a request in JSON, each line of output its answer. `{"work": name, "options": {...}}`
+makes a work and answers with its results, to be compared. `{"repeat": n}` runs it n times and answers with the seconds,
+the page faults and the peak memory. `performance.py` starts the workers and lets one run at a time, because the thread
+pools of two libraries slow each other down.
 """
 
 from __future__ import annotations

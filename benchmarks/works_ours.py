@@ -1,4 +1,4 @@
-"""The works of `performance.py` in tinygrad_mha. A work returns its step, and results that the peers must agree with."""
+"""The works of `performance.py` in tinygrad_mha. A work returns its step, and results to compare with the peers."""
 
 from __future__ import annotations
 
@@ -50,13 +50,28 @@ def train(folder: str, batch: int, workers: int | None = None) -> Work:
     tokens = make_tokens(config.vocab_size, batch, config.block_size + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:]
 
-    def step() -> float:
+    def compute_gradients() -> float:
         loss = model.loss(idx, targets)
-        optimizer.zero_grad()
         loss.backward(leaves_only=True)
+        return loss.item()
+
+    if workers is not None:
+        from tinygrad_mha.training import TrainConfig
+        from tinygrad_mha.training.parallel import Workers
+
+        shape = {"batch_size": batch, "block_size": config.block_size}
+        shared = Workers(model.train(), TrainConfig(**shape), tokens.ravel(), workers)
+        shared.limit_blas().__enter__()  # for as long as this process lives
+
+        def compute_gradients() -> float:
+            return shared.accumulate([(idx, targets)])
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = compute_gradients()
         optim.clip_grad_norm(parameters, 1.0)
         optimizer.step()
-        return loss.item()
+        return loss
 
     return step, [step() for _ in range(3)]
 
