@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import bench_scaling
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -403,14 +404,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=9, help="how often each side is timed")
     parser.add_argument(
-        "--only", default="", help=f"rows, separated by commas: {', '.join(ROWS)}, import, demo, growth"
+        "--only", default="", help=f"rows, separated by commas: {', '.join(ROWS)}, import, demo, growth, scaling"
     )
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="another checkout of this package")
     parser.add_argument("--json", type=Path, default=Path("performance.json"))
     parser.add_argument("--docs", action="store_true", help="write docs/performance.md and its plot")
     args = parser.parse_args()
     only = set(args.only.split(",")) - {""}
-    unknown = only - set(ROWS) - {"import", "demo", "growth"}
+    unknown = only - set(ROWS) - {"import", "demo", "growth", "scaling"}
     if unknown:
         parser.error(f"--only: unknown {sorted(unknown)}")
 
@@ -442,6 +443,8 @@ def main() -> None:
             results["growth"] = measure_growth(folders, 3)
             results["positions"] = measure_positions(folders, 3)
             print({name: sweep["exponents"] for name, sweep in results["growth"].items()})
+        if wanted("scaling"):
+            results["scaling"] = bench_scaling.write_text(bench_scaling.measure(args.rounds))
     args.json.write_text(json.dumps(results, indent=1, default=float) + "\n")
     print(f"\n{make_table(results)}\n\nwritten to {args.json}")
     if args.docs:
@@ -449,11 +452,27 @@ def main() -> None:
 
 
 def write_page(results: dict[str, Any]) -> None:
-    """Fill benchmarks/performance_page.md with the numbers."""
-    docs = HERE.parent / "docs"
+    """Fill benchmarks/performance_page.md with the numbers. Needs the results of a complete run."""
+    docs, memory = HERE.parent / "docs", results["rows"]["nanogpt"]
+    names = {"fast": "with `fast`", "numpy": "NumPy alone", "peer": "PyTorch"}
     plot_growth(results, docs / "images" / "performance.svg")
-    page = (HERE / "performance_page.md").read_text().format(table=make_table(results), **results["machine"])
-    (docs / "performance.md").write_text(page)
+    fields = results["machine"] | {
+        "versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
+        "table": make_table(results),
+        "import_ratio": f"{results['import']['ratios']['fast']:.2f}",
+        "demo": show(results["demo"]),
+        "memory": "\n".join(
+            f"| {name} | {memory['faults'][side]:.0f} | {memory['memory_mb'][side]:.0f} MB "
+            f"| {memory['process_mb'][side]:.0f} MB |"
+            for side, name in names.items()
+        ),
+        "growth": "\n".join(
+            f"| {name} | " + " | ".join(f"{sweep['exponents'][side]:.2f}" for side in names) + " |"
+            for name, sweep in results["growth"].items()
+        ),
+        "scaling": results["scaling"],
+    }
+    (docs / "performance.md").write_text((HERE / "performance_page.md").read_text().format(**fields))
 
 
 if __name__ == "__main__":
