@@ -145,7 +145,7 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
         if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
             verdict.differences = subject.measure_differences()
             dtype = next((p.dtype for p in model.parameters()), np.float64)  # torch may hold the parameters
-        verdict.ledger = Subject(model, ids, dtype).count_ledger()
+            verdict.ledger = Subject(model, ids, dtype).count_ledger()
     return verdict
 
 
