@@ -3,13 +3,14 @@
 from tinygrad_mha.check import samples as samples
 from tinygrad_mha.check.caching import CacheVerdict, kv_cache
 from tinygrad_mha.check.conformance import attention
+from tinygrad_mha.check.dependence import Dependencies, dependencies
 from tinygrad_mha.check.diagnosis import doctor
 from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.report import GradcheckError, GradcheckReport
 from tinygrad_mha.check.verdict import CheckError, Finding, Verdict
 
-__all__ = ["CacheVerdict", "CheckError", "Finding", "GradcheckError", "GradcheckReport", "Verdict"]
-__all__ += ["attention", "doctor", "gradcheck", "kv_cache"]
+__all__ = ["CacheVerdict", "CheckError", "Dependencies", "Finding", "GradcheckError", "GradcheckReport", "Verdict"]
+__all__ += ["attention", "dependencies", "doctor", "gradcheck", "kv_cache"]
 
 
 def __dir__() -> list[str]:
