@@ -79,6 +79,16 @@ def test_a_leak_of_relative_size_1e_12_is_found_and_one_below_rounding_is_told_a
     assert "~" in str(found)
 
 
+def test_a_sum_that_cancels_up_to_rounding_is_no_dependence():
+    def cancel(x):
+        mean = x.mean(axis=-2, keepdims=True)
+        return (x + mean) - mean
+
+    found = check.dependencies(cancel, X)
+    np.testing.assert_array_equal(found.matrix, np.eye(T, dtype=bool))
+    assert found.below_rounding.any()
+
+
 def test_a_detached_leak_is_seen_by_finite_changes_only():
     found = check.dependencies(lambda x: x + x.detach().mean(axis=-2, keepdims=True), X)
     assert found.matrix.all()

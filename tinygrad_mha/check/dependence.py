@@ -40,7 +40,8 @@ class Dependencies:
         subject: the name of what was measured.
         matrix: (rows out, rows in), boolean: whether the row depends on it by at least one method.
         derivative: (rows out, rows in): the largest derivative, relative to the largest one of the output row.
-        change: (rows out, rows in): the largest change by a finite step, relative to the size of the output row.
+        change: (rows out, rows in): the largest change by a finite step, relative to the size of the output row and to
+            the growth of the input by that step (1 if it does not grow).
         limit: relative sizes up to this are rounding.
         paths: for the first leaks, how the input row reaches the output row.
     """
@@ -237,7 +238,9 @@ def measure_change(
             changed[..., j, :] = new
             with modes.no_grad(), np.errstate(all="ignore"):
                 moved = plain(evaluate(Tensor(changed)))
-                scale = np.maximum(largest_of_rows(y), np.finfo(float).tiny)
+                # What cancels in exact arithmetic leaves rounding errors as large as the input has become.
+                growth = max(1.0, np.abs(new).max(initial=0.0) / (np.abs(base).max(initial=0.0) or 1.0))
+                scale = np.maximum(largest_of_rows(y) * growth, np.finfo(float).tiny)
                 relative = np.nan_to_num(largest_of_rows(moved - y) / scale, nan=np.inf)
             for i in np.flatnonzero(relative > sizes[:, j]).tolist():
                 sizes[i, j], inputs[i][j] = relative[i], changed
