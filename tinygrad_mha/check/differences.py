@@ -17,15 +17,16 @@ rounding, and so are gradients below about u * condition / |x|.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from tinygrad_mha.check.report import Difference, Entry
 
-__all__ = ["STEP", "Comparison"]
+__all__ = ["STEP", "ZERO", "Comparison", "largest", "measure_condition"]
 
 STEP = 6e-6  # about the cube root of the rounding unit: the best step for a central difference
 STEPS = tuple(10.0**-k for k in range(1, 10))  # the steps to try if the first one disagrees
@@ -189,3 +190,12 @@ class Comparison:
 def largest(x: np.ndarray) -> float:
     """The largest finite absolute value in `x`."""
     return float(np.abs(x).max(initial=0.0, where=np.isfinite(x)))
+
+
+def measure_condition(gradients: Iterable[tuple[Any, np.ndarray]]) -> float:
+    """The condition of L, from the tensors of the graph with their gradients; a little above 0."""
+    condition = float(np.finfo(np.float64).tiny)
+    for tensor, gradient in gradients:
+        x = tensor.numpy()
+        condition += float(np.abs(np.where(np.isfinite(x), x, 0.0) * gradient).sum())
+    return condition

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import engine, modes, ops
-from tinygrad_mha.check.differences import STEP, Comparison
+from tinygrad_mha.check.differences import STEP, Comparison, measure_condition
 from tinygrad_mha.check.report import Entry, GradcheckError, GradcheckReport
 from tinygrad_mha.tensors import Tensor, plain
 from tinygrad_mha.transforms import grad
@@ -121,11 +121,9 @@ def check_map(
     """
     cotangents = [rng.standard_normal(y.shape) for y in outputs]
     total = contract(outputs, cotangents)
-    gradients, condition = {}, np.finfo(np.float64).tiny
-    if total.requires_grad:
-        for t, g in engine.sweep(total, np.ones(())):
-            gradients[id(t)] = g
-            condition += float(np.abs(np.where(np.isfinite(t.numpy()), t.numpy(), 0.0) * g).sum())
+    pairs = list(engine.sweep(total, np.ones(()))) if total.requires_grad else []
+    gradients = {id(t): g for t, g in pairs}
+    condition = measure_condition(pairs)
 
     def loss() -> list[np.ndarray]:
         return [y.numpy() * c for y, c in zip(evaluate(), cotangents, strict=True)]

@@ -1,0 +1,313 @@
+"""`derivation`: backward formulas written by hand, each compared with autodiff and finite differences.
+
+Every formula receives the right gradients of later stages. So a wrong formula does not make the next one wrong, and one
+run judges all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tinygrad_mha import engine, modes
+from tinygrad_mha.check.differences import STEP, ZERO, Comparison, largest, measure_condition
+from tinygrad_mha.check.gradient_check import find_problem, is_floating, make_leaf, parameters_in_float64
+from tinygrad_mha.check.report import Entry
+from tinygrad_mha.check.verdict import Finding, Verdict
+from tinygrad_mha.tensors import Tensor, plain
+
+__all__ = ["DerivationVerdict", "derivation"]
+
+TOLERANCE = 1e-8  # relative to the largest element of the right gradient
+MOST_PATHS = 5  # of a stage with more users, it is not tried which of them a formula leaves out
+
+Formula = Callable[..., Any]
+
+
+@dataclass
+class DerivationVerdict(Verdict):
+    """The verdict of `derivation`: one finding for each formula, in the order of the backward pass."""
+
+    @property
+    def first_wrong(self) -> str | None:
+        """The name of the first wrong formula on the way from the output to the inputs, or None."""
+        return self.failed[0].name if self.failed else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python data, ready for JSON."""
+        return super().to_dict() | {"first_wrong": self.first_wrong}
+
+    def __str__(self) -> str:
+        wrong = f"FAILED, the first wrong formula is {self.first_wrong}" if self.first_wrong else self.status
+        rows = [("gradient", "shape", "difference", "")]
+        for finding in self.findings:
+            off = finding.details.get("difference")
+            status = self._status_word(finding) + (f": {finding.message}" if finding.message else "")
+            rows.append((finding.name, str(finding.details["shape"]), "" if off is None else f"{off:.1e}", status))
+        first, second, third = (max(len(row[i]) for row in rows) for i in range(3))
+        lines = [f"{self.subject}: {wrong}"]
+        for row, cause in zip(rows, ["", *(finding.cause for finding in self.findings)], strict=True):
+            lines.append(f"  {row[0]:{first}}  {row[1]:{second}}  {row[2]:>{third}}  {row[3]}".rstrip())
+            lines += [" " * (first + second + third + 8) + f"cause: {cause}"] if cause else []
+        return "\n".join(lines)
+
+
+def derivation(
+    forward: Any,
+    inputs: Mapping[str, Any],
+    formulas: Mapping[str, Formula],
+    *,
+    grad_output: Any = None,
+    seed: int = 0,
+) -> DerivationVerdict:
+    """Compare backward formulas written in NumPy with autodiff and with finite differences, stage by stage, in float64.
+
+    Args:
+        forward: a function or module, called as `forward(**inputs)`. It names its stages with `.named("S")` and returns
+            a tensor, or returns a dict of stages, the output last. An output without a name is "Y".
+        inputs: arrays by name. Floating ones are stages too, all others (ids, masks) are passed on as they are.
+        formulas: a function for each gradient: "dS" for the stage "S"; any of the stages, in any order. Its parameters
+            are names of inputs and stages ("S") and of gradients of later stages ("dP"): it receives their values. With
+            `**_` it receives all of them.
+        grad_output: the gradient of the output. Default: random numbers, or 1 if the output has one element.
+        seed: seeds the random numbers.
+
+    Returns:
+        The verdict: `.ok`, `.first_wrong`, `.findings`. A wrong formula is shown with its worst element and, if a
+        simple repair makes it right, with the cause: a sign, factor, transpose, row sum, sum over a broadcast axis,
+        mask or path.
+
+    Raises:
+        ValueError: a formula of an unknown stage or with an unknown parameter; two stages with one name; an output that
+            is not finite, or differs between two calls.
+        TypeError: `forward` returns no tensor, or not one computed in float64 from its floating inputs.
+
+    Example:
+        >>> def forward(S, V):
+        ...     P = S.softmax().named("P")
+        ...     return P @ V
+        >>> S, V = np.arange(6.0).reshape(2, 3), np.array([[1.0, 2.0], [3.0, 5.0], [4.0, 9.0]])
+        >>> print(derivation(forward, {"S": S, "V": V}, {"dP": lambda dY, V: dY @ V.T, "dS": lambda dP, P: P * dP}))
+        forward: FAILED, the first wrong formula is dS
+          gradient  shape   difference
+          dP        (2, 3)     0.0e+00  passed
+          dS        (2, 3)     2.0e+00  FAILED: [1, 2] is 2.3322, autodiff 0.331623, finite differences 0.331623
+                                        cause: a row sum is missing: dS - P * dS.sum(axis=-1, keepdims=True) is right
+    """
+    rng = np.random.default_rng(seed)
+    with parameters_in_float64(forward) as parameters, modes.enable_grad():
+        arguments = {name: make_leaf(x, name) if is_floating(x) else x for name, x in inputs.items()}
+        evaluate = functools.partial(forward, **arguments)
+        problem = find_problem(lambda: [find_stages(evaluate())[0]])
+        if problem:
+            raise ValueError(problem)
+        y, stages = find_stages(evaluate())
+        stages = parameters | stages
+        run = RecordedRun(
+            y, rng.standard_normal(y.shape) if grad_output is None and y.size != 1 else y._seed(grad_output)
+        )
+        gradients = {name: run.gradients[id(t)] for name, t in stages.items() if id(t) in run.gradients}
+        unknown = [name for name in formulas if name[:1] != "d" or name[1:] not in gradients]
+        if unknown:
+            possible = ", ".join(f"d{name}" for name in gradients)
+            raise ValueError(f"there is no stage for {', '.join(unknown)}; formulas can be given for {possible}")
+        verdict = DerivationVerdict(getattr(forward, "__name__", None) or type(forward).__name__)
+        for name in sorted(formulas, key=lambda name: -made_at(stages[name[1:]])):
+            stage = stages[name[1:]]
+            known = {key: plain(x) for key, x in (dict(inputs) | stages).items()}
+            known |= {f"d{key}": g for key, g in gradients.items() if made_at(stages[key]) > made_at(stage)}
+            reference = make_reference(name, stage, run, evaluate)
+            verdict.findings.append(judge(formulas[name], known, reference, run.split_gradient(stage), rng))
+    return verdict
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The right gradients
+
+
+def find_stages(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and all named tensors of a forward pass; an output without a name is "Y"."""
+    stages = dict(result) if isinstance(result, Mapping) else {}
+    y = [*stages.values()][-1] if stages else result
+    if not isinstance(y, Tensor) or y.dtype != np.float64 or not y.requires_grad:
+        got = f"one of {y.dtype}, made from constants" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise TypeError(f"forward must compute a float64 tensor from its inputs, and return it or a dict; got {got}")
+    for tensor in engine.toposort([y]):
+        if tensor.name and stages.setdefault(tensor.name, tensor) is not tensor:
+            raise ValueError(f"two stages are called {tensor.name!r}: give each its own name")
+    if not any(stage is y for stage in stages.values()):
+        stages["Y"] = y
+    return y, stages
+
+
+def made_at(stage: Tensor) -> int:
+    """The time at which a stage was computed; 0 for an input."""
+    return stage.node.stamp if stage.node else 0
+
+
+class RecordedRun:
+    """A forward pass to `y`, and the gradients of all its values, by id, for the gradient `cotangent` of `y`."""
+
+    def __init__(self, y: Tensor, cotangent: np.ndarray) -> None:
+        self.y, self.cotangent = y, cotangent
+        self.order = engine.toposort([y])
+        pairs = list(engine.sweep(y, cotangent))
+        self.gradients = {id(value): g for value, g in pairs}
+        self.condition = measure_condition(pairs)
+
+    def replay(self, stage: Tensor, array: np.ndarray) -> np.ndarray:
+        """The output if `stage` were `array`: the operations that follow it run again."""
+        moved: dict[int, Any] = {id(stage): array}
+        for value in self.order:
+            node = value.node
+            if node and id(value) not in moved and any(id(x) in moved for x in node.inputs):
+                operands = [moved.get(id(x), a) for x, a in zip(node.inputs, node.arrays, strict=True)]
+                moved[id(value)] = node.op(*operands, **node.kwargs)
+        result: np.ndarray = moved[id(self.y)]
+        return result
+
+    def split_gradient(self, stage: Tensor) -> list[tuple[str, np.ndarray]]:
+        """What each use of `stage` contributes to its gradient, with the name of what was computed from it."""
+        parts = []
+        for value in self.order:
+            if value.node and any(x is stage for x in value.node.inputs) and id(value) in self.gradients:
+                received: dict[int, Any] = {}
+                engine.backprop_node(value, self.gradients[id(value)], received, differentiable=False)
+                parts.append((value.name or value.node.op.name, received[id(stage)]))
+        return parts
+
+
+def make_reference(name: str, stage: Tensor, run: RecordedRun, forward: Callable[[], Any]) -> Comparison:
+    """The gradient of a stage, to be compared with finite differences: of `forward`, or of what follows the stage."""
+    x = stage.numpy().copy() if stage.node else stage._data  # what moves
+
+    def loss() -> list[np.ndarray]:
+        y = run.replay(stage, x) if stage.node else find_stages(forward())[0].numpy()
+        return [y * run.cotangent]
+
+    gradient = run.gradients[id(stage)]
+    return Comparison(Entry(name, x.shape, 1), x, gradient, loss, run.condition, STEP, rtol=1e-5, atol=1e-7)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The formulas
+
+
+def judge(
+    formula: Formula,
+    known: dict[str, Any],
+    reference: Comparison,
+    parts: list[tuple[str, np.ndarray]],
+    rng: np.random.Generator,
+) -> Finding:
+    """Compare what one formula gives with the right gradient; `parts` are what each use of the stage contributes."""
+    name, x, right = reference.entry.name, reference.x, reference.gradient
+    finite = np.isfinite(x)
+    details: dict[str, Any] = {"shape": right.shape}
+    if not reference.agrees(rng.choice([-1.0, 1.0], x.shape) * finite):
+        cause = "a kink (relu at 0), a detached path, or a wrong rule of a primitive: see tg.gradcheck"
+        return Finding(name, "failed", "autodiff and finite differences disagree", cause, details=details)
+    given = evaluate_formula(name, formula, known)
+    if isinstance(given, Exception):
+        return Finding(name, "failed", f"raises {type(given).__name__}: {given}", details=details)
+    atol = TOLERANCE * largest(right) + ZERO * reference.condition / max(1.0, largest(x))
+
+    def is_right(array: np.ndarray) -> bool:
+        return array.shape == right.shape and bool((np.abs(array - right) <= atol).all())
+
+    fits = given.shape == right.shape
+    if fits:
+        details["difference"] = float(np.abs(given - right).max(initial=0.0))
+    if is_right(given):
+        if not reference.is_zero():
+            return Finding(name, "passed", details=details)
+        reason = "the gradient is 0 everywhere, so this cannot fail: a .sum() after softmax or layer norm?"
+        return Finding(name, "does not apply", reason, details=details)
+    arrays = {key: value for key, value in known.items() if isinstance(value, np.ndarray) and np.isfinite(value).all()}
+    repairs = list_repairs(name, given, right, arrays, parts)
+    cause = next((words for words, array in repairs if is_right(array)), "")
+    if not fits:
+        return Finding(name, "failed", f"has the shape {given.shape}", cause, details=details)
+    error = np.where(finite, np.nan_to_num(np.abs(given - right), nan=np.inf), -1.0)
+    index = tuple(int(i) for i in np.unravel_index(error.argmax(), error.shape))
+    reference.check_element(index)
+    numeric = next(d.numeric for d in (reference.entry.worst, *reference.entry.kinks) if d)
+    example = {"element": index, "formula": given[index], "autodiff": right[index], "finite differences": numeric}
+    values = ", ".join(f"{what} {value:.6g}" for what, value in [*example.items()][2:])
+    return Finding(name, "failed", f"{list(index)} is {given[index]:.6g}, {values}", cause, example, details)
+
+
+def evaluate_formula(name: str, formula: Formula, known: dict[str, Any]) -> np.ndarray | Exception:
+    """What a formula returns, or the error that it raises.
+
+    Raises:
+        ValueError: it has a parameter of another name than those in `known`.
+    """
+    parameters = inspect.signature(formula).parameters.values()
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    missing = [key for key, p in named.items() if p.default is p.empty and key not in known]
+    if missing:
+        raise ValueError(f"the formula of {name} asks for {', '.join(missing)}; there are {', '.join(known)}")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    # Copies, because a formula may write to what it is given.
+    arguments = {key: copy.deepcopy(value) for key, value in known.items() if takes_all or key in named}
+    try:
+        return np.asarray(plain(formula(**arguments)), np.float64)
+    except Exception as error:
+        return error
+
+
+def list_repairs(
+    name: str,
+    given: np.ndarray,
+    right: np.ndarray,
+    arrays: dict[str, np.ndarray],
+    parts: list[tuple[str, np.ndarray]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Simple changes of what a formula gave: in words, and the result. `arrays` are what it could use."""
+    yield f"the sign: -{name} is right", -given
+    if given.ndim >= 2:
+        yield f"a transpose: {name}.mT is right", given.mT
+    added = given.ndim - right.ndim
+    axes = tuple(i for i in range(given.ndim) if i < added or right.shape[i - added] == 1)
+    if added >= 0 and given.sum(axis=axes).size == right.size:
+        words = f"the sum over a broadcast axis is missing: {name}.sum(axis={axes}) is right"
+        yield words, given.sum(axis=axes).reshape(right.shape)
+    if given.shape != right.shape:
+        return
+    factor = float((given * right).sum()) / (float((given * given).sum()) or 1.0)
+    if given.size > 1:
+        words = write_factor(factor, {n for array in arrays.values() for n in array.shape})
+        yield f"a factor of {words} is missing", factor * given
+    alike = {key: array for key, array in arrays.items() if array.shape == given.shape}
+    yield from ((f"a factor {key} is missing", given * array) for key, array in alike.items())
+    if right.any():
+        yield "it is not 0 where it must be: a mask is missing", np.where(right == 0, 0.0, given)
+    weights = {"": np.ones(())} | {f"{key} * ": array for key, array in alike.items()}
+    for axis, kind, (w, weight), (v, value) in itertools.product(
+        range(-given.ndim, 0), ("sum", "mean"), weights.items(), weights.items()
+    ):
+        inner = f"({v}{name})" if v else name
+        reduced = getattr(value * given, kind)(axis=axis, keepdims=True)
+        what = f"a {'row ' * (axis == -1)}{kind} is missing"
+        yield f"{what}: {name} - {w}{inner}.{kind}(axis={axis}, keepdims=True) is right", given - weight * reduced
+    for n in range(1, len(parts) if len(parts) <= MOST_PATHS else 0):
+        for left_out in itertools.combinations(parts, n):
+            names = ", ".join(part_name for part_name, _ in left_out)
+            yield f"what comes through {names} is missing", given + sum(part for _, part in left_out)
+
+
+def write_factor(factor: float, lengths: set[int]) -> str:
+    """A factor as a power of a length that occurs, if it is one: "1/sqrt(7)"."""
+    for n in sorted(lengths - {0, 1}):
+        for text, value in {f"1/sqrt({n})": n**-0.5, f"sqrt({n})": n**0.5, f"1/{n}": 1 / n, f"{n}": float(n)}.items():
+            if np.isclose(factor, value, rtol=TOLERANCE, atol=0):
+                return text
+    return f"{factor:.6g}"
