@@ -67,6 +67,7 @@ def test_a_leak_in_a_layer_is_named_with_its_path():
     found = check.dependencies(model, RNG.integers(0, 11, T))
     assert found.matrix.all()
     assert "the first to mix rows is mean over axis -2 in h.0.attn;" in found.paths[0, 1]
+    assert found.paths[0, 1].endswith(" return self.inner(x, **options) + 0.1 * x.mean(axis=-2, keepdims=True)")
     with pytest.raises(check.CheckError, match="output row 0 depends on input row 1"):
         found.assert_causal()
 
@@ -101,17 +102,38 @@ def test_a_detached_leak_is_seen_by_finite_changes_only():
 def test_a_path_through_numpy_is_named_as_such():
     found = check.dependencies(lambda x: x + x.numpy().mean(axis=-2, keepdims=True), X)
     assert "a constant carries it" in found.paths[0, 1]
+    found = check.dependencies(lambda x: x * float(x.numpy()[-1, 0]), X)
+    assert "a constant carries it (.numpy()?) into scale" in found.paths[0, T - 1]
+
+
+def test_a_normalization_over_time_leaks_through_its_mean_and_variance():
+    def normalize(x):
+        centered = x - x.mean(axis=-2, keepdims=True)
+        return centered / (centered.var(axis=-2, keepdims=True) + 1e-5) ** 0.5
+
+    found = check.dependencies(normalize, X)
+    assert found.matrix.all()
+    assert "mean over axis -2" in found.paths[0, 1]
+
+
+def test_the_matrix_is_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = check.dependencies(attend(CAUSAL), X).heatmap(tmp_path / "rows.png")
+    (image,) = plot.axes[0].get_images()
+    np.testing.assert_array_equal(image.get_array(), CAUSAL)
+    assert (tmp_path / "rows.png").exists()
 
 
 def test_a_mask_off_by_one_leaks_through_the_scores():
     path = check.dependencies(attend(IN <= OUT + 1), X).paths[0, 1]
     assert path.startswith("the first to mix rows is matmul;")
-    assert path.endswith("softmax over axis -1 -> matmul")
+    assert "softmax over axis -1 -> matmul; line: " in path
 
 
 @pytest.mark.parametrize(
     ("f", "x", "error", "message"),
     [
+        (lambda x: (x, x), X, TypeError, "tuple"),
         (lambda x: x + np.random.default_rng().standard_normal(x.shape), X, ValueError, "different values"),
         (lambda x: x * np.nan, X, ValueError, "nan"),
         (lambda x: x.sum(), X, ValueError, "rows"),

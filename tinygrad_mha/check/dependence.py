@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import engine, modes
+from tinygrad_mha import engine, modes, viz
 from tinygrad_mha.arguments import as_ids
+from tinygrad_mha.check.diagnosis import find_line, quote_line
 from tinygrad_mha.check.gradient_check import is_floating, parameters_in_float64
 from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data
 from tinygrad_mha.nn import Embedding
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, plain
-from tinygrad_mha.viz.diagram.record import RESHAPING, Value, record_forward
+from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value, record_forward
 
 __all__ = ["Dependencies", "dependencies"]
 
@@ -86,6 +87,11 @@ class Dependencies:
             findings.append(Finding(f"{i} <- {j}", "failed", message, self.paths.get((i, j), "")))
         Verdict(self.subject, findings).raise_if_failed()
 
+    def heatmap(self, path: Any = None) -> Any:
+        """A plot of the matrix; `path` is where to write it. Needs matplotlib."""
+        rows, columns = ([str(i) for i in range(n)] for n in self.matrix.shape)
+        return viz.heatmap(self.matrix, rows, columns, path, label="depends on the input row")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain Python data, ready for JSON."""
         paths = [{"out": i, "in": j, "path": path} for (i, j), path in self.paths.items()]
@@ -146,7 +152,8 @@ def dependencies(f: Any, x: Any, *, seed: int = 0) -> Dependencies:
         leaf = Tensor(base, requires_grad=True, name="x")
         y = check_output(evaluate(leaf))
         if not np.array_equal(y.numpy(), check_output(evaluate(leaf)).numpy()):
-            raise ValueError(f"two calls of {subject} give different values: draw random numbers outside and pass them")
+            hint = "it must draw no random numbers and keep no state, such as a cache, from one call to the next"
+            raise ValueError(f"two calls of {subject} give different values: {hint}")
         limit = ROUNDING * float(np.finfo(y.dtype).eps)
         derivative = measure_derivative(y, leaf, rng)
         change, steps = measure_change(evaluate, base, y.numpy(), rng)
@@ -256,11 +263,16 @@ def find_path(evaluate: Callable[[Tensor], Any], base: np.ndarray, changed: np.n
 
     The search goes back from the output through values that differ, until row i of a value does not.
     """
-    n = base.shape[-2]
-    runs = []
-    with modes.record(), np.errstate(all="ignore"):
-        for array in (base, changed):
-            runs.append(record_forward([evaluate(Tensor(array, name="x"))], lambda op: op.composition is not None))
+    n, lines = base.shape[-2], Lines()
+    runs: list[Run] = []
+    token = modes.STATE.set(modes.STATE.get()._replace(record=True, observer=lines))
+    try:
+        for array in (changed, base):  # the lines are those of the last run
+            with np.errstate(all="ignore"):
+                y = evaluate(Tensor(array, name="x"))
+                runs.insert(0, record_forward([y], lambda op: op.composition is not None))
+    finally:
+        modes.STATE.reset(token)
     value, other = runs[0].roots[0], runs[1].roots[0]
     chain = [value]
     while True:
@@ -276,11 +288,32 @@ def find_path(evaluate: Callable[[Tensor], Any], base: np.ndarray, changed: np.n
             break
     steps = [step for step, _ in itertools.groupby(describe(step) for step in chain)]
     path = " -> ".join(steps if len(steps) <= 8 else [*steps[:5], "...", *steps[-2:]])
-    arrays = [(a, b) for a, b in zip(value.inputs, other.inputs, strict=False) if isinstance(a, np.ndarray)]
-    if value.op is None or any(not np.array_equal(a, b, equal_nan=True) for a, b in arrays):
-        return f"the graph does not show where: a constant carries it (.numpy()?); from there: {path}"
-    mixing = next((step for step in chain if not step.has_kind(*RESHAPING)), chain[0])
-    return f"the first to mix rows is {describe(mixing)}; path: x -> {path}"
+    constants = [*zip(value.inputs, other.inputs, strict=False), (value.kwargs, other.kwargs)]
+    if value.op is None or not all(isinstance(a, Value) or is_same(a, b) for a, b in constants):
+        return f"the graph does not show where: a constant carries it (.numpy()?) into {path}{lines.quote(chain)}"
+    first = next((i for i, step in enumerate(chain) if not step.has_kind(*RESHAPING)), 0)
+    return f"the first to mix rows is {describe(chain[first])}; path: x -> {path}{lines.quote(chain[first:])}"
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two constants of an operation, or all of its options, are equal."""
+    return np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else repr(a) == repr(b)
+
+
+class Lines:
+    """The line of the user's code that made each value; the observer of a run."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, str] = {}
+
+    def applied(self, op: Any, inputs: Any, out: Tensor) -> None:
+        """Called after each operation."""
+        self.of[id(out)] = find_line()
+
+    def quote(self, chain: list[Value]) -> str:
+        """The line of the first value that has one: a step inside of a fused primitive has that of its result."""
+        line = next((self.of[id(step.tensor)] for step in chain if self.of.get(id(step.tensor))), "")
+        return f"; line: {quote_line(line)}" if line else ""
 
 
 def describe(value: Value) -> str:

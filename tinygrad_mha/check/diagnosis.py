@@ -21,7 +21,7 @@ from tinygrad_mha.nn.module import Module, Scope, walk
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor, plain
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "find_line", "quote_line"]
 
 MOST_NAMES = 5
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -50,9 +50,7 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         inside = f" in {self.path}" if self.path else ""
-        file, _, number = self.line.rpartition(":")
-        code = linecache.getline(file, int(number)).strip() if file else ""
-        return f"{self.op.name!r}{inside} at {self.line}" + (f": {code}" if code else "")
+        return f"{self.op.name!r}{inside} at {quote_line(self.line)}"
 
 
 class doctor(Verdict):  # noqa: N801 (used like a function)
@@ -325,6 +323,13 @@ def find_line() -> str:
         return ""
     file = frame.f_code.co_filename
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{frame.f_lineno}"
+
+
+def quote_line(line: str) -> str:
+    """A line that `find_line` found with its code: "train.py:12: loss = model(x)"."""
+    file, _, number = line.rpartition(":")
+    code = linecache.getline(file, int(number)).strip() if file else ""
+    return f"{line}: {code}" if code else line
 
 
 def add_source(node: Node, line: str) -> SourcedNode:

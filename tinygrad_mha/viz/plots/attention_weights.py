@@ -29,6 +29,7 @@ def heatmap(
     tokens: Sequence[str] | None = None,
     keys: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
+    label: str = "attention weight",
 ) -> Plot:
     """Plot attention weights as colours: a panel for each head, a line of panels for each layer. Rows are queries.
 
@@ -40,6 +41,7 @@ def heatmap(
         tokens: the names of the rows, and those of the columns if there are as many.
         keys: the names of the columns, for cross-attention.
         path: where to write the plot.
+        label: what the colours mean.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -85,7 +87,7 @@ def heatmap(
                 text = write_value(float(weight))
                 color = text_color(abs(weight) / high)
                 axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
-    add_scale(plot, shown, axes, "attention weight", 2.6 / (cell * image.shape[0]), 0.02 if layers == 1 else 0.05)
+    add_scale(plot, shown, axes, label, 2.6 / (cell * image.shape[0]), 0.02 if layers == 1 else 0.05)
     return finish_plot(plot, path)
 
 
