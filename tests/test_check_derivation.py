@@ -61,6 +61,8 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
         ("dK", lambda dS, Q: (dS.T @ Q / D**0.5).T, "a transpose: dK.mT is right"),
         ("db", lambda dY: dY, "the sum over a broadcast axis is missing: db.sum(axis=(0,)) is right"),
         ("db", lambda dY: dY.mean(axis=0), "a factor of 3 is missing"),
+        ("db", lambda dY: dY.sum(axis=0, keepdims=True), "the shape: db.reshape(5,) is right"),
+        ("dM", lambda dP, P: np.where(ALLOW, RIGHT["dM"](dP, P), 1), "it is not 0 where it must be: a mask is missing"),
         ("dX", lambda dQ, W_Q, dV, W_V: dQ @ W_Q.T + dV @ W_V.T, "what comes through K is missing"),
         ("dX", lambda dV, W_V: dV @ W_V.T, "what comes through Q, K is missing"),
         ("dX", lambda **_: np.ones((T, C)), ""),
@@ -183,7 +185,8 @@ def test_the_verdict_is_a_table_and_plain_data():
 @pytest.mark.parametrize(
     ("forward", "formulas", "error", "message"),
     [
-        (lambda x: x.tanh(), {"dS": lambda: 0}, ValueError, "no stage for dS; formulas can be given for dx, dY"),
+        (lambda x: x.tanh(), {"dS": lambda: 0}, ValueError, "no stage for dS; they can be given for dx, dY"),
+        (lambda x: x.tanh(), {}, ValueError, "no formulas; they can be given for dx, dY"),
         (lambda x: x.tanh(), {"dx": lambda dZ: dZ}, ValueError, "asks for dZ; there are x, Y, dY"),
         (lambda x: x.tanh(), {"dY": lambda dY: dY}, ValueError, "asks for dY"),
         (lambda x: x.numpy(), {}, TypeError, "a ndarray"),

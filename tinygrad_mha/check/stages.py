@@ -81,12 +81,12 @@ def derivation(
 
     Returns:
         The verdict: `.ok`, `.first_wrong`, `.findings`. A wrong formula is shown with its worst element and, if a
-        simple repair makes it right, with the cause: a sign, factor, transpose, row sum, sum over a broadcast axis,
-        mask or path.
+        simple repair makes it right, with the cause: a sign, factor, transpose, shape, row sum, sum over a broadcast
+        axis, mask or path.
 
     Raises:
-        ValueError: a formula of an unknown stage or with an unknown parameter; two stages with one name; an output that
-            is not finite, or differs between two calls.
+        ValueError: no formulas, one of an unknown stage or with an unknown parameter; two stages with one name; an
+            output that is not finite, or differs between two calls.
         TypeError: `forward` returns no tensor, or not one computed in float64 from its floating inputs.
 
     Example:
@@ -98,7 +98,7 @@ def derivation(
         forward: FAILED, the first wrong formula is dS
           gradient  shape   difference
           dP        (2, 3)     0.0e+00  passed
-          dS        (2, 3)     2.0e+00  FAILED: [1, 2] is 2.3322, autodiff 0.331623, finite differences 0.331623
+          dS        (2, 3)     2.0e+00  FAILED: [1, 2] formula 2.3322, autodiff 0.331623, finite differences 0.331623
                                         cause: a row sum is missing: dS - P * dS.sum(axis=-1, keepdims=True) is right
     """
     rng = np.random.default_rng(seed)
@@ -115,9 +115,9 @@ def derivation(
         )
         gradients = {name: run.gradients[id(t)] for name, t in stages.items() if id(t) in run.gradients}
         unknown = [name for name in formulas if name[:1] != "d" or name[1:] not in gradients]
-        if unknown:
-            possible = ", ".join(f"d{name}" for name in gradients)
-            raise ValueError(f"there is no stage for {', '.join(unknown)}; formulas can be given for {possible}")
+        if unknown or not formulas:
+            what = f"there is no stage for {', '.join(unknown)}" if unknown else "there are no formulas"
+            raise ValueError(f"{what}; they can be given for {', '.join(f'd{name}' for name in gradients)}")
         verdict = DerivationVerdict(getattr(forward, "__name__", None) or type(forward).__name__)
         for name in sorted(formulas, key=lambda name: -made_at(stages[name[1:]])):
             stage = stages[name[1:]]
@@ -209,9 +209,8 @@ def judge(
 ) -> Finding:
     """Compare what one formula gives with the right gradient; `parts` are what each use of the stage contributes."""
     name, x, right = reference.entry.name, reference.x, reference.gradient
-    finite = np.isfinite(x)
     details: dict[str, Any] = {"shape": right.shape}
-    if not reference.agrees(rng.choice([-1.0, 1.0], x.shape) * finite):
+    if not reference.agrees(rng.choice([-1.0, 1.0], x.shape) * np.isfinite(x)):
         cause = "a kink (relu at 0), a detached path, or a wrong rule of a primitive: see tg.gradcheck"
         return Finding(name, "failed", "autodiff and finite differences disagree", cause, details=details)
     given = evaluate_formula(name, formula, known)
@@ -235,13 +234,16 @@ def judge(
     cause = next((words for words, array in repairs if is_right(array)), "")
     if not fits:
         return Finding(name, "failed", f"has the shape {given.shape}", cause, details=details)
-    error = np.where(finite, np.nan_to_num(np.abs(given - right), nan=np.inf), -1.0)
+    error = np.nan_to_num(np.abs(given - right), nan=np.inf)
     index = tuple(int(i) for i in np.unravel_index(error.argmax(), error.shape))
-    reference.check_element(index)
-    numeric = next(d.numeric for d in (reference.entry.worst, *reference.entry.kinks) if d)
-    example = {"element": index, "formula": given[index], "autodiff": right[index], "finite differences": numeric}
-    values = ", ".join(f"{what} {value:.6g}" for what, value in [*example.items()][2:])
-    return Finding(name, "failed", f"{list(index)} is {given[index]:.6g}, {values}", cause, example, details)
+    values = {"formula": given[index], "autodiff": right[index]}
+    if np.isfinite(x[index]):  # masked scores are -inf: they cannot move
+        reference.check_element(index)
+        found = next(d for d in (reference.entry.worst, *reference.entry.kinks) if d)
+        values["finite differences"] = found.numeric
+    place = f"{list(index)} " if index else ""
+    message = place + ", ".join(f"{what} {value:.6g}" for what, value in values.items())
+    return Finding(name, "failed", message, cause, {"element": index} | values, details)
 
 
 def evaluate_formula(name: str, formula: Formula, known: dict[str, Any]) -> np.ndarray | Exception:
@@ -275,6 +277,8 @@ def list_repairs(
     yield f"the sign: -{name} is right", -given
     if given.ndim >= 2:
         yield f"a transpose: {name}.mT is right", given.mT
+    if given.size == right.size:
+        yield f"the shape: {name}.reshape{right.shape} is right", given.reshape(right.shape)
     added = given.ndim - right.ndim
     axes = tuple(i for i in range(given.ndim) if i < added or right.shape[i - added] == 1)
     if added >= 0 and given.sum(axis=axes).size == right.size:
@@ -290,14 +294,17 @@ def list_repairs(
     yield from ((f"a factor {key} is missing", given * array) for key, array in alike.items())
     if right.any():
         yield "it is not 0 where it must be: a mask is missing", np.where(right == 0, 0.0, given)
-    weights = {"": np.ones(())} | {f"{key} * ": array for key, array in alike.items()}
-    for axis, kind, (w, weight), (v, value) in itertools.product(
-        range(-given.ndim, 0), ("sum", "mean"), weights.items(), weights.items()
+    terms = [
+        ("", name, np.ones(()), given)
+    ]  # what is subtracted: a factor, and what is reduced, in words and as arrays
+    for key, array in alike.items():
+        terms += [(f"{key} * ", name, array, given), (f"{key} * ", f"({key} * {name})", array, array * given)]
+    for axis, kind, (factor_name, inner_name, array, inner) in itertools.product(
+        range(-given.ndim, 0), ("sum", "mean"), terms
     ):
-        inner = f"({v}{name})" if v else name
-        reduced = getattr(value * given, kind)(axis=axis, keepdims=True)
-        what = f"a {'row ' * (axis == -1)}{kind} is missing"
-        yield f"{what}: {name} - {w}{inner}.{kind}(axis={axis}, keepdims=True) is right", given - weight * reduced
+        reduced = getattr(inner, kind)(axis=axis, keepdims=True)
+        words = f"{name} - {factor_name}{inner_name}.{kind}(axis={axis}, keepdims=True)"
+        yield f"a {'row ' * (axis == -1)}{kind} is missing: {words} is right", given - array * reduced
     for n in range(1, len(parts) if len(parts) <= MOST_PATHS else 0):
         for left_out in itertools.combinations(parts, n):
             names = ", ".join(part_name for part_name, _ in left_out)
@@ -310,4 +317,4 @@ def write_factor(factor: float, lengths: set[int]) -> str:
         for text, value in {f"1/sqrt({n})": n**-0.5, f"sqrt({n})": n**0.5, f"1/{n}": 1 / n, f"{n}": float(n)}.items():
             if np.isclose(factor, value, rtol=TOLERANCE, atol=0):
                 return text
-    return f"{factor:.6g}"
+    return f"{factor:.9g}"
