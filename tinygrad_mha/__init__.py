@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_mha import data, nn, ops, optim
+from tinygrad_mha import data, kernels, nn, ops, optim
 from tinygrad_mha.decoding import generate, stream
 from tinygrad_mha.modes import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.tensors import Tensor
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = ["GradcheckError", "GradcheckReport", "Tensor", "__version__", "check", "data", "enable_grad", "grad"]
 __all__ += ["gradcheck"]
-__all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp"]
+__all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp", "kernels"]
 __all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "training", "vjp"]
 __all__ += ["graph", "graph_diff", "viz", "walkthrough"]
 

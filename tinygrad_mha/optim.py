@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha import kernels
 from tinygrad_mha.arguments import check_number
 from tinygrad_mha.kernels.memory import keep_freed_memory
 from tinygrad_mha.tensors import Tensor, mark_written
@@ -194,24 +195,12 @@ class Adam(Optimizer):
 
     def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        m, v, space = state["m"], state["v"], self._space_like(p)
         t = state["step"] = state["step"] + 1
-        if decay and self.decoupled:
-            p *= 1 - lr * decay
-        elif decay:
+        if decay and not self.decoupled:
             g = g + p * decay
-        m *= beta1
-        m += np.multiply(g, 1 - beta1, out=space)
-        v *= beta2
-        np.multiply(g, g, out=space)
-        space *= 1 - beta2
-        v += space
-        np.sqrt(v, out=space)
-        space /= math.sqrt(1 - beta2**t)
-        space += group["eps"]
-        np.divide(m, space, out=space)
-        space *= lr / (1 - beta1**t)
-        p -= space
+        keep = 1 - lr * decay if self.decoupled else 1.0
+        rate, root = lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
+        kernels.adam(p, g, state["m"], state["v"], group["betas"], keep, rate, root, group["eps"])
 
 
 class AdamW(Adam):

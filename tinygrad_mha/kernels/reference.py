@@ -1,10 +1,17 @@
-"""Kernels in plain NumPy."""
+"""Kernels in plain NumPy, for every dtype and layout. `tinygrad_mha.kernels` describes them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 
-__all__ = ["erf"]
+__all__ = ["EXACT_P", "LOWEST", "TANH_P", "adam", "erf", "gelu", "gelu_vjp", "layer_norm", "layer_norm_vjp"]
+__all__ += ["merge_rows", "softmax_over_keys"]
+
+# --------------------------------------------------------------------------------------------------------------------
+# The error function
 
 # Rational approximations, computed for this project at Chebyshev nodes in 60-digit arithmetic. Each row holds the
 # coefficients of one power of x in the numerator P and the denominator Q, the lowest power first.
@@ -76,3 +83,194 @@ def erf_double(x: np.ndarray) -> np.ndarray:
     inner = near * p / q
     outer = 1.0 - np.exp(-size * size) * far_p / far_q
     return np.copysign(np.where(size < 1.0, inner, outer), x)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# GELU
+
+# Phi(x) = 1 / (1 + exp(-x P(x^2))), coefficients of P with the lowest power first. GPT-2's approximation is exactly
+# this with two coefficients, because (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)). The exact form was fitted for this project
+# on |x| <= 5.5: the error of Phi is 3e-8, half a unit in the last place of float32 below 1. Beyond, x P(x^2) grows.
+TANH_P = (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
+EXACT_P = (
+    1.5957698822021484,
+    0.07266616821289062,
+    -6.518961890833452e-05,
+    -0.00011061254917876795,
+    7.929522325866856e-06,
+    -2.645296603986935e-07,
+    3.5124341213332855e-09,
+)
+
+
+def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
+    if x.dtype.itemsize < 4:
+        y, phi = gelu(x.astype(np.float32), tanh)
+        return y.astype(x.dtype), phi.astype(x.dtype)
+    if x.dtype.itemsize > 4 and not tanh:
+        phi = np.asarray(0.5 * (1.0 + erf(x * math.sqrt(0.5))))  # NumPy makes a scalar of a 0-d array
+        return np.asarray(x * phi), phi
+    first, *rest = [-c for c in (TANH_P if tanh else EXACT_P)[::-1]]
+
+    def step(x: np.ndarray, y: np.ndarray, phi: np.ndarray) -> None:
+        square = np.multiply(x, x, out=phi)
+        z = np.multiply(square, first, out=y)
+        for c in rest[:-1]:
+            z += c
+            z *= square
+        z += rest[-1]
+        z *= x
+        np.exp(z, out=z)
+        z += 1.0
+        np.reciprocal(z, out=phi)
+        np.multiply(x, phi, out=y)
+
+    y, phi = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    with np.errstate(over="ignore"):  # an infinite exp makes Phi 0
+        blockwise(step, x, y, phi)
+    return y, phi
+
+
+def gelu_vjp(g: np.ndarray, phi: np.ndarray, x: np.ndarray, tanh: bool) -> np.ndarray:
+    linear, cubic = TANH_P
+
+    def step_exact(g: np.ndarray, phi: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+        np.multiply(x, x, out=out)
+        out *= -0.5
+        np.exp(out, out=out)
+        out *= 1.0 / math.sqrt(2.0 * math.pi)  # Phi', the density of the normal distribution
+        out *= x
+        out += phi
+        out *= g
+
+    def step_tanh(g: np.ndarray, phi: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+        x = np.clip(x, -10.0, 10.0)  # beyond, Phi' rounds to 0; prevents an overflow of x^3
+        np.multiply(x, x, out=out)
+        out *= 3.0 * cubic
+        out += linear
+        out *= x
+        out *= phi
+        out *= np.subtract(1.0, phi, out=x)
+        out += phi
+        out *= g
+
+    out = np.empty(x.shape, x.dtype)
+    with np.errstate(over="ignore"):
+        blockwise(step_tanh if tanh else step_exact, g, phi, x, out)
+    return out
+
+
+BLOCK = 1 << 15  # elements: a block of each of a few arrays stays in the cache of a core
+
+
+def blockwise(step: Callable[..., None], *arrays: np.ndarray) -> None:
+    """Call `step` on arrays of one shape, block after block, or on the whole arrays if one is not contiguous."""
+    if not all(a.flags.c_contiguous and a.ndim for a in arrays):
+        step(*[np.atleast_1d(a) for a in arrays])
+        return
+    flat = [a.reshape(-1) for a in arrays]
+    for start in range(0, flat[0].size, BLOCK):
+        step(*[a[start : start + BLOCK] for a in flat])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Layer norm
+
+
+def layer_norm(
+    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if x.dtype == np.float16:  # its sums overflow at 65504
+        y, mean, rstd = layer_norm(x.astype(np.float32), weight, bias, eps)
+        return y.astype(np.result_type(*[a for a in (x, weight, bias) if a is not None])), mean, rstd
+    mean = row_mean(x)
+    y = x - mean
+    rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
+    y *= rstd
+    if weight is not None:
+        y = y * weight
+    return y if bias is None else y + bias, mean, rstd
+
+
+def layer_norm_vjp(
+    g: np.ndarray, mean: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    # x_hat always has mean 0 and mean square 1 (up to eps). So remove from its gradient the parts along the constant
+    # vector and along x_hat, which would change these two.
+    x_hat = x - mean
+    x_hat *= rstd
+    g_weight = None
+    if weight is not None:
+        fits = weight.shape == x.shape[-1:]
+        g_weight = np.einsum("nc,nc->c", merge_rows(g), merge_rows(x_hat)) if fits else g * x_hat
+    g_x = g * (1 if weight is None else weight)
+    if x.dtype == np.float16:
+        g_x = g_x.astype(np.float32)
+    along_x_hat = row_mean_of_product(g_x, x_hat)
+    g_x -= row_mean(g_x)
+    x_hat *= along_x_hat
+    g_x -= x_hat
+    g_x *= rstd
+    return g_x, g_weight, g
+
+
+def row_mean(x: np.ndarray) -> np.ndarray:
+    """The mean over the last axis, kept with length 1. For small arrays np.mean takes four times as long."""
+    return np.add.reduce(x, axis=-1, keepdims=True) / x.shape[-1]
+
+
+def row_mean_of_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.vecdot(a, b)[..., None] / a.shape[-1]
+
+
+def merge_rows(x: np.ndarray) -> np.ndarray:
+    """Merge all leading axes: (..., n) -> (N, n)."""
+    return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Softmax of attention
+
+# The lowest finite number of each dtype. As 0-d arrays, because NumPy would convert a Python number in every call.
+LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in (np.float16, np.float32, np.float64, np.longdouble)}
+
+
+def softmax_over_keys(scores: np.ndarray, allow: np.ndarray | None) -> np.ndarray:
+    if allow is not None:
+        np.copyto(scores, -np.inf, where=np.logical_not(allow, order="C"))
+    # Shift by the lowest finite number where all scores are -inf: their exp are 0, and so are the weights.
+    scores -= np.maximum.reduce(scores, axis=-2, keepdims=True, initial=LOWEST[scores.dtype])
+    weights = np.exp(scores, out=scores)
+    total = np.matmul(np.ones((1, weights.shape[-2]), weights.dtype), weights)  # faster than np.sum
+    weights /= np.maximum(total, 1, out=total)
+    return weights
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Adam
+
+
+def adam(
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, betas: tuple[float, float], keep: float, rate: float,
+    root: float, eps: float,
+) -> None:  # fmt: skip
+    beta1, beta2 = betas
+
+    def step(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+        space = np.multiply(g, 1 - beta1)
+        m *= beta1
+        m += space
+        np.multiply(g, g, out=space)
+        space *= 1 - beta2
+        v *= beta2
+        v += space
+        np.sqrt(v, out=space)
+        space *= root
+        space += eps
+        np.divide(m, space, out=space)
+        space *= rate
+        if keep != 1:
+            p *= keep
+        p -= space
+
+    blockwise(step, p, g, m, v)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import notation
+from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, merge_rows, sqrt, sum, where
+from tinygrad_mha.kernels.reference import LOWEST
+from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
 
@@ -46,10 +47,6 @@ def shifted_exp(x, axis):
     shifted = x - x.max(axis=axis, keepdims=True, initial=LOWEST[x.dtype])
     e = np.exp(shifted)
     return shifted, e, np.maximum(e.sum(axis=axis, keepdims=True), 1)
-
-
-# The lowest finite number of each dtype. As 0-d arrays, because NumPy would convert a Python number in every call.
-LOWEST = {np.dtype(kind): np.array(np.finfo(kind).min) for kind in (np.float16, np.float32, np.float64, np.longdouble)}
 
 
 @primitive(kind="normalization", label="log softmax", formula=notation.function, sentence=notation.say_softmax)
@@ -149,26 +146,11 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5) -> Any:
     The variance has divisor n. It is computed from x - mean, which is accurate even if |mean| is much larger than the
     standard deviation.
     """
-    x_hat = x - row_mean(x)
-    rstd = 1.0 / np.sqrt(np.vecdot(x_hat, x_hat)[..., None] / x.shape[-1] + eps)
-    x_hat *= rstd
-    return scale_and_shift(x_hat, weight, bias), x_hat, rstd
+    return kernels.layer_norm(x, weight, bias, eps)
 
 
-def row_mean(x):
-    """The mean over the last axis, kept with length 1. For small arrays np.mean takes four times as long."""
-    return np.add.reduce(x, axis=-1, keepdims=True) / x.shape[-1]
-
-
-def layer_norm_vjp(g, y, x_hat, rstd, x, weight, bias, *, eps):
-    # x_hat always has mean 0 and mean square 1 (up to eps). So remove from its gradient u the parts along the constant
-    # vector and along x_hat, which would change these two.
-    u = g * (1 if weight is None else weight)
-    along_x_hat = np.vecdot(u, x_hat)[..., None] / x.shape[-1]
-    u -= row_mean(u)
-    u -= x_hat * along_x_hat
-    u *= rstd
-    return u, None if weight is None else np.einsum("nc,nc->c", merge_rows(g), merge_rows(x_hat)), g
+def layer_norm_vjp(g, y, mean, rstd, x, weight, bias, *, eps):
+    return kernels.layer_norm_vjp(g, mean, rstd, x, weight)
 
 
 layer_norm.vjp_joint(layer_norm_vjp)
@@ -217,9 +199,7 @@ def gelu(x, *, tanh=False) -> Any:
     Phi is computed exactly with erf, or with `tanh=True` by the approximation that GPT-2 uses:
     0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
     """
-    x = as_floating(x)
-    phi = np.asarray(gelu_phi(x, tanh), dtype=x.dtype)  # NumPy makes a scalar of a 0-d array
-    return x * phi, phi
+    return kernels.gelu(as_floating(x), tanh)
 
 
 def gelu_phi(x, tanh):
@@ -233,14 +213,7 @@ def gelu_tanh_argument(x):
 
 
 def gelu_vjp(g, y, phi, x, *, tanh):
-    if tanh:
-        # phi = (1 + tanh u) / 2, so 1 - tanh^2 u = 4 phi (1 - phi).
-        inside = np.clip(x, -10.0, 10.0)
-        slope = phi * (1.0 - phi) * (math.sqrt(8.0 / math.pi) * (1.0 + 3 * 0.044715 * (inside * inside)))
-    else:
-        with np.errstate(over="ignore"):
-            slope = np.exp(-0.5 * (x * x)) * (1.0 / math.sqrt(2.0 * math.pi))
-    return g * (phi + x * slope)
+    return kernels.gelu_vjp(g, phi, x, tanh)
 
 
 gelu.vjps(gelu_vjp)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha import notation
+from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_boolean
-from tinygrad_mha.ops.elementary import INFINITY, X, add, mask, matmul, reshape, split, transpose, where
+from tinygrad_mha.ops.elementary import X, add, mask, matmul, reshape, split, transpose, where
 from tinygrad_mha.ops.elementary import scale as multiply_by
-from tinygrad_mha.ops.network import LOWEST, dropout, softmax
+from tinygrad_mha.ops.network import dropout, softmax
 from tinygrad_mha.primitives import primitive
 
 __all__ = ["attend", "attention", "join_heads", "self_attention", "split_heads"]
@@ -48,7 +48,7 @@ def attend_arrays(q, k, v, allow, bias, keep_mask, scale):
     scores = np.matmul(k, q.mT)
     if bias is not None:
         scores = scores + np.atleast_2d(bias).mT
-    weights = softmax_over_keys(scores, None if allow is None else np.atleast_2d(allow).mT)
+    weights = kernels.softmax_over_keys(scores, None if allow is None else np.atleast_2d(allow).mT)
     kept = weights if keep_mask is None else weights * np.atleast_2d(keep_mask).mT
     return np.matmul(kept.mT, v), weights, q, k, v
 
@@ -64,29 +64,12 @@ def attend_arrays_vjp(g, y, weights, q, k, v, keep_mask, scale, out=(None, None,
         keep_mask = np.atleast_2d(keep_mask).mT
         kept, g_weights, g_keep_mask = weights * keep_mask, g_weights * keep_mask, (g_weights * weights).mT
     # The sum over keys of g_weights * weights is that of g * y over the columns of v, which is shorter.
-    g_scores = softmax_over_keys_vjp(g_weights, weights, np.vecdot(g, y)[..., None, :])
+    g_scores = g_weights
+    g_scores -= np.vecdot(g, y)[..., None, :]
+    g_scores *= weights
     g_q = np.matmul(g_scores.mT, k, out=out[0])
     g_q *= score_scale(q, scale)
     return g_q, np.matmul(g_scores, q, out=out[1]), np.matmul(kept, g, out=out[2]), g_scores.mT, g_keep_mask
-
-
-def softmax_over_keys(scores, allow):
-    """The softmax over axis -2 of `scores` (..., T_k, T_q) where the boolean `allow` holds, 0 elsewhere, in place."""
-    if allow is not None:
-        np.copyto(scores, -INFINITY, where=np.logical_not(allow, order="C"))
-    # As in `network.shifted_exp`: a query that may attend to no key gets zeros.
-    scores -= scores.max(axis=-2, keepdims=True, initial=LOWEST[scores.dtype])
-    weights = np.exp(scores, out=scores)
-    total = np.matmul(np.ones((1, weights.shape[-2]), weights.dtype), weights)  # faster than np.sum
-    weights /= np.maximum(total, 1, out=total)
-    return weights
-
-
-def softmax_over_keys_vjp(g, weights, total):
-    """Turn g, the gradient of `weights`, into that of the scores, in place; `total` sums g weights over keys."""
-    g -= total
-    g *= weights
-    return g
 
 
 attention.vjp_joint(attention_vjp)

@@ -1,0 +1,223 @@
+"""Kernels compiled by Numba, for contiguous arrays of float32: each is one pass through memory.
+
+They hold no lock of the interpreter, so threads run side by side. They start no threads, which would compete with those
+of BLAS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from tinygrad_mha.kernels.reference import EXACT_P, TANH_P, merge_rows
+
+__all__ = ["adam", "gelu", "gelu_vjp", "layer_norm", "layer_norm_vjp", "softmax_over_keys"]
+
+F = np.float32
+ONE, HALF, ZERO, INFINITY = F(1), F(0.5), F(0), F(np.inf)
+
+
+def compile_loops(loops: Callable[..., None]) -> Any:
+    """Compile a function at its first call, and keep the machine code on disk where a folder for it can be written.
+
+    Numba may reorder sums and contract products with them, but may not assume that nan and inf do not occur.
+    """
+    options: Any = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+    try:
+        return numba.njit(cache=True, **options)(loops)
+    except RuntimeError:  # no folder to cache in
+        return numba.njit(**options)(loops)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# exp
+
+LOG2_E, LN2_HIGH, LN2_LOW = F(1.4426950408889634), F(0.693359375), F(-2.12194440e-4)  # ln 2 = LN2_HIGH + LN2_LOW
+E2, E3, E4, E5, E6 = F(0.5), F(0.16666665), F(0.041665795), F(0.0083334519), F(0.0013981999)
+LIMIT, BIAS, MANTISSA_BITS = F(87), np.int32(127), np.int32(23)
+
+
+@compile_loops
+def clip(x, limit):  # type: ignore[no-untyped-def]
+    """x between -limit and limit; nan stays."""
+    x = limit if x > limit else x
+    return -limit if x < -limit else x
+
+
+@compile_loops
+def exp(z):  # type: ignore[no-untyped-def]
+    """e^z = 2^n e^f with an integer n and |f| <= ln 2 / 2. It is 0 below -87 and inf above 87.
+
+    Loops with it are vectorized, those with np.exp are not. Relative error: 1.2e-7.
+    """
+    inside = clip(z, LIMIT)
+    n = np.floor(inside * LOG2_E + HALF)
+    f = inside - n * LN2_HIGH - n * LN2_LOW
+    p = ONE + f * (ONE + f * (E2 + f * (E3 + f * (E4 + f * (E5 + f * E6)))))
+    p *= np.int32((np.int32(n) + BIAS) << MANTISSA_BITS).view(np.float32)
+    p = ZERO if z < -LIMIT else p
+    return INFINITY if z > LIMIT else p
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# GELU
+
+EXACT = tuple(F(c) for c in EXACT_P)
+TANH = tuple(F(c) for c in TANH_P) + (ZERO,) * (len(EXACT_P) - len(TANH_P))
+DENSITY_AT_0 = F(1 / math.sqrt(2 * math.pi))
+
+
+def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
+    y, phi = np.empty_like(x), np.empty_like(x)
+    gelu_loops(x.reshape(-1), tanh, y.reshape(-1), phi.reshape(-1))
+    return y, phi
+
+
+@compile_loops
+def gelu_loops(x, tanh, y, phi):  # type: ignore[no-untyped-def]
+    c = TANH if tanh else EXACT
+    for i in range(x.size):
+        t = clip(x[i], F(20))  # beyond, Phi rounds to 0 or 1; u stays finite, because infinity times 0 would be nan
+        u = t * t
+        p = c[0] + u * (c[1] + u * (c[2] + u * (c[3] + u * (c[4] + u * (c[5] + u * c[6])))))
+        phi[i] = ONE / (ONE + exp(-t * p))
+        y[i] = x[i] * phi[i]
+
+
+def gelu_vjp(g: np.ndarray, phi: np.ndarray, x: np.ndarray, tanh: bool) -> np.ndarray:
+    out = np.empty_like(x)
+    gelu_vjp_loops(g.reshape(-1), phi.reshape(-1), x.reshape(-1), tanh, out.reshape(-1))
+    return out
+
+
+@compile_loops
+def gelu_vjp_loops(g, phi, x, tanh, out):  # type: ignore[no-untyped-def]
+    if tanh:
+        for i in range(x.size):
+            t = clip(x[i], F(10))
+            slope = phi[i] * (ONE - phi[i]) * (TANH[0] + F(3) * TANH[1] * t * t)
+            out[i] = g[i] * (phi[i] + t * slope)
+    else:
+        for i in range(x.size):
+            out[i] = g[i] * (phi[i] + x[i] * (DENSITY_AT_0 * exp(-HALF * x[i] * x[i])))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Layer norm
+
+
+def layer_norm(
+    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    n = x.shape[-1]
+    weight, bias = np.ones(n, F) if weight is None else weight, np.zeros(n, F) if bias is None else bias
+    y, mean, rstd = np.empty_like(x), np.empty((*x.shape[:-1], 1), F), np.empty((*x.shape[:-1], 1), F)
+    layer_norm_loops(merge_rows(x), weight, bias, F(eps), merge_rows(y), mean.reshape(-1), rstd.reshape(-1))
+    return y, mean, rstd
+
+
+@compile_loops
+def layer_norm_loops(x, weight, bias, eps, y, mean, rstd):  # type: ignore[no-untyped-def]
+    rows, n = x.shape
+    for r in range(rows):
+        total, squares = ZERO, ZERO
+        for i in range(n):
+            total += x[r, i]
+        mean[r] = total / F(n)
+        for i in range(n):
+            centred = x[r, i] - mean[r]
+            squares += centred * centred
+        rstd[r] = ONE / np.sqrt(squares / F(n) + eps)
+        for i in range(n):
+            y[r, i] = (x[r, i] - mean[r]) * rstd[r] * weight[i] + bias[i]
+
+
+def layer_norm_vjp(
+    g: np.ndarray, mean: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    g_x, g_weight, g_bias = np.empty_like(x), np.zeros_like(weight), np.zeros_like(weight)
+    rows = [merge_rows(a) for a in (g, x, g_x)]
+    layer_norm_vjp_loops(*rows, mean.reshape(-1), rstd.reshape(-1), weight, g_weight, g_bias)
+    return g_x, g_weight, g_bias
+
+
+@compile_loops
+def layer_norm_vjp_loops(g, x, g_x, mean, rstd, weight, g_weight, g_bias):  # type: ignore[no-untyped-def]
+    rows, n = x.shape
+    for r in range(rows):
+        total, along_x_hat = ZERO, ZERO
+        for i in range(n):
+            x_hat = (x[r, i] - mean[r]) * rstd[r]
+            u = g[r, i] * weight[i]
+            total += u
+            along_x_hat += u * x_hat
+            g_weight[i] += g[r, i] * x_hat
+            g_bias[i] += g[r, i]
+        for i in range(n):
+            x_hat = (x[r, i] - mean[r]) * rstd[r]
+            g_x[r, i] = rstd[r] * (g[r, i] * weight[i] - total / F(n) - x_hat * (along_x_hat / F(n)))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Softmax of attention
+
+LOWEST = F(np.finfo(F).min)
+
+
+def softmax_over_keys(scores: np.ndarray, allow: np.ndarray | None) -> np.ndarray:
+    n_k, n_q = scores.shape[-2:]
+    mask = np.ones((1, 1), bool) if allow is None else allow
+    if mask.size == mask.shape[-2] * mask.shape[-1]:  # one mask for all matrices of scores
+        mask = np.broadcast_to(mask.reshape(mask.shape[-2:]), (n_k, n_q))
+    else:
+        mask = np.broadcast_to(mask, scores.shape)
+    matrices = [np.ascontiguousarray(a).reshape(math.prod(a.shape[:-2]), n_k, n_q) for a in (scores, mask)]
+    softmax_loops(*matrices)
+    return scores
+
+
+@compile_loops
+def softmax_loops(scores, allow):  # type: ignore[no-untyped-def]
+    matrices, n_k, n_q = scores.shape
+    largest, total = np.empty(n_q, F), np.empty(n_q, F)
+    for b in range(matrices):
+        mask = allow[b if len(allow) > 1 else 0]
+        largest[:] = LOWEST
+        total[:] = ZERO
+        for k in range(n_k):
+            for q in range(n_q):
+                z = scores[b, k, q] if mask[k, q] else LOWEST
+                largest[q] = largest[q] if z <= largest[q] else z  # nan stays
+        for k in range(n_k):
+            for q in range(n_q):
+                scores[b, k, q] = exp(scores[b, k, q] - largest[q]) if mask[k, q] else ZERO
+                total[q] += scores[b, k, q]
+        for q in range(n_q):
+            total[q] = ONE / max(total[q], ONE)
+        for k in range(n_k):
+            for q in range(n_q):
+                scores[b, k, q] *= total[q]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Adam
+
+
+def adam(
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, betas: tuple[float, float], keep: float, rate: float,
+    root: float, eps: float,
+) -> None:  # fmt: skip
+    options = (F(c) for c in (*betas, 1 - betas[0], 1 - betas[1], keep, rate, root, eps))
+    adam_loops(p.reshape(-1), g.reshape(-1), m.reshape(-1), v.reshape(-1), *options)
+
+
+@compile_loops
+def adam_loops(p, g, m, v, beta1, beta2, rest1, rest2, keep, rate, root, eps):  # type: ignore[no-untyped-def]
+    for i in range(p.size):
+        m[i] = beta1 * m[i] + rest1 * g[i]
+        v[i] = beta2 * v[i] + rest2 * g[i] * g[i]
+        p[i] = keep * p[i] - rate * m[i] / (root * np.sqrt(v[i]) + eps)
