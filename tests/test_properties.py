@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 import tinygrad_mha as tg
 from tinygrad_mha import Tensor, ops
+from tinygrad_mha.check import samples  # noqa: F401  # gives primitives their samples
 from tinygrad_mha.numpy_protocol import COMPARISONS, FUNCTIONS, UFUNCS
 
 claim = settings(derandomize=True, deadline=None, database=None, max_examples=40)
