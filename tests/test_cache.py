@@ -198,10 +198,16 @@ def test_what_the_caller_passed_and_received_is_not_the_memory_of_the_cache():
     _, trace = model(ids, cache=cache, trace=True)
     expected = model(PROMPT[:, :1], cache=cache.fork()).data
     ids[:] = 0
-    for step in trace.attention:
-        for t in step:
-            assert not any(np.shares_memory(t.data, rows.k) or np.shares_memory(t.data, rows.v) for rows in cache._rows)
+    steps = [t for attention in trace.attention for t in attention]
+    before = [t.data.copy() for t in steps]
+    for t in steps:
+        shares = any(np.shares_memory(t.data, rows.k) or np.shares_memory(t.data, rows.v) for rows in cache._rows)
+        assert not (shares and t.data.flags.writeable)
     np.testing.assert_array_equal(model(PROMPT[:, :1], cache=cache).data, expected)
+    cache.crop(1)
+    model(PROMPT[:, 2:4], cache=cache)
+    for t, values in zip(steps, before, strict=True):
+        np.testing.assert_array_equal(t.data, values)
 
 
 def test_a_cache_under_gradients_raises_names_no_grad_and_stays_as_it_was():

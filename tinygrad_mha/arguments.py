@@ -84,7 +84,8 @@ def check_choice(value: Any, known: Iterable[str], name: str) -> str:
 
 def check_width(x: Any, width: int, who: str) -> None:
     """Raise ValueError unless the last axis of `x` has length `width`; `who` names the layer that expects it."""
-    shape = x.shape if hasattr(x, "shape") else np.shape(x)
+    shape = getattr(x, "shape", None)
+    shape = np.shape(x) if shape is None else shape
     if not shape or shape[-1] != width:
         raise ValueError(f"{who} expected a last axis of length {width}, got an input of shape {shape}")
 

@@ -26,6 +26,11 @@ class State(NamedTuple):
     scope: tuple[Any, ...] = ()
     observer: Any = None
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether operations leave no trace but their results: no node is made, and nobody observes them."""
+        return not (self.grad or self.record or self.observer is not None)
+
 
 STATE: ContextVar[State] = ContextVar("tinygrad_mha", default=State())  # noqa: B039 (a State is immutable)
 

@@ -178,7 +178,7 @@ class Primitive(Generic[P, R_co]):
             inputs, keywords = self.arrange(inputs, keywords)
         if keywords and not self.variadic and not self.keywords_known.issuperset(keywords):
             inputs, keywords = self._by_position(inputs, keywords)
-        if self.defaults:
+        if self.defaults and len(keywords) < len(self.keywords):
             keywords = {**self.defaults, **keywords}
         if len(inputs) < len(self.arguments) and not self.variadic:
             inputs = self._complete(inputs)
@@ -190,11 +190,17 @@ class Primitive(Generic[P, R_co]):
                     return apply(self, inputs, keywords)
                 x = as_operand(x)
             arrays.append(x)
+        return self.compute(arrays, keywords)
+
+    def compute(self, arrays: Sequence[Any], keywords: dict[str, Any]) -> np.ndarray:
+        """The result for arrays and numbers, without residuals. An error gets the shapes of the operands."""
         try:
-            result = self.forward(*arrays, **keywords)
+            value = self.forward(*arrays, **keywords)
         except self.EXPLAINED as error:
             raise self.explain(error, arrays, keywords) from error
-        return result if result.__class__ is ndarray else self.value_and_residuals(result)[0]
+        if value.__class__ is tuple:
+            value = value[0]
+        return value if value.__class__ is ndarray else np.asarray(value)
 
     @staticmethod
     def value_and_residuals(result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:

@@ -493,6 +493,17 @@ NO_KEYWORDS: dict[str, Any] = {}
 def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any] = NO_KEYWORDS) -> Tensor:
     """Apply `op` to tensors and constants. Record a node if gradients are on and an input needs one."""
     grad_on, recording, scope, observer = STATE.get()
+    if kwargs:
+        kwargs = _plain_keywords(op, kwargs)
+    if not (grad_on or recording) and observer is None:
+        value = op.compute([x._data if isinstance(x, Tensor) else as_operand(x) for x in inputs], kwargs)
+        out = new_tensor(Tensor)  # as in `wrap`, without the call: every operation passes here
+        out._data = value
+        out.grad = out.node = out.name = out._written = None
+        out._needs_grad = False
+        if value.base is not None:
+            _share_write_time(out, inputs)
+        return out
     arrays: list[Any] = []
     bit, bits = 1, 0  # bit i of `bits`: input i needs a gradient
     has_constants = False
@@ -507,8 +518,6 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
             arrays.append(as_operand(x))
             has_constants = True
         bit += bit
-    if kwargs:
-        kwargs = _plain_keywords(op, kwargs)
     needed = POSITIONS[bits] if grad_on else ()
     if has_constants and (needed or recording):
         _copy_constants(inputs, arrays)
@@ -519,10 +528,7 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
     residuals: tuple[Any, ...] = ()
     if value.__class__ is not np.ndarray:
         value, residuals = op.value_and_residuals(value)
-    out = new_tensor(Tensor)  # as in `wrap`, without the call: every operation passes here
-    out._data = value
-    out.grad = out.node = out.name = out._written = None
-    out._needs_grad = False
+    out = wrap(value)
     if needed and value.dtype.kind == "f":
         out._needs_grad = True
         if op.without_rule:

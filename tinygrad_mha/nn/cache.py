@@ -12,7 +12,7 @@ import numpy as np
 
 from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import check_count, check_integer
-from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.tensors import Tensor, wrap
 
 __all__ = ["CachedLayer", "KVCache"]
 
@@ -119,11 +119,10 @@ class KVCache:
             if rows.k.ndim < 4:
                 raise ValueError(f"this cache holds one sequence, k {rows.k.shape}: there is no batch to select from")
             k, v = (x[np.asarray(batch)] for x in rows.first(self.length))
-            twin._write(layer, k, v)
+            twin._write(layer, 0, k, v)
         return twin
 
-    def _write(self, layer: int, k: np.ndarray, v: np.ndarray) -> Rows:
-        start = self.length
+    def _write(self, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> Rows:
         stop = start + k.shape[-2]
         rows = self._rows[layer]
         if rows is None or start == 0 or stop > rows.k.shape[-2] or (rows.shared and rows.used != start):
@@ -161,33 +160,46 @@ class CachedLayer:
 
     def keys(self) -> np.ndarray:
         """The keys of this layer, (..., T, width): a view."""
-        rows = self._cache._rows[self._layer]
-        return np.empty((0, 0)) if rows is None else rows.first(self.appended)[0]
+        return np.empty((0, 0)) if self._rows is None else self._rows.first(self.appended)[0]
 
-    def append(self, k: Tensor, v: Tensor, snapshot: bool = True) -> tuple[Any, Any]:
+    @property
+    def _rows(self) -> Rows | None:
+        return self._cache._rows[self._layer]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (..., T, width), and return those of all tokens.
 
-        Args:
-            snapshot: return Tensors of which the new rows are inputs, to be traced and drawn. False returns views
-                of the cache, arrays, which is faster.
+        The results do not change when the cache does. Where operations are recorded, the new rows are their inputs.
 
         Raises:
             ValueError: gradients are on, or the shapes or dtypes differ from those in the cache.
         """
+        start = self.length
+        k_all, v_all = self.extend(k._data, v._data)
+        if modes.STATE.get().is_silent:
+            assert self._rows is not None
+            self._rows.shared = True  # so that a write to these rows, after `crop`, goes to a copy
+            k_all.flags.writeable = v_all.flags.writeable = False
+            return wrap(k_all), wrap(v_all)
+        if start == 0:
+            return k, v
+        k_before, v_before = (
+            Tensor(k_all[..., :start, :], name="cached K"),
+            Tensor(v_all[..., :start, :], name="cached V"),
+        )
+        return ops.concat(k_before, k, axis=-2), ops.concat(v_before, v, axis=-2)
+
+    def extend(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`append` for arrays. The results are views of memory that is written to after `crop`."""
         if modes.is_grad_enabled():
             raise ValueError("a KVCache holds arrays, through which no gradient flows: use it under tg.no_grad()")
-        start, rows = self._cache.length, self._cache._rows[self._layer]
-        before = rows.first(start) if rows is not None and start else ()
-        for name, new, old in zip("kv", (k, v), before, strict=False):
-            if (*new.shape[:-2], new.shape[-1], new.dtype) != (*old.shape[:-2], old.shape[-1], old.dtype):
-                raise ValueError(
-                    f"the cache holds {name} of shape {old.shape}, {old.dtype} (batch, heads, tokens, width), got "
-                    f"{new.shape}, {new.dtype}: use a new cache for another batch or model"
-                )
-        if snapshot and before:
-            k_before, v_before = (Tensor(old, name=f"cached {name}") for name, old in zip("KV", before, strict=True))
-            k_all, v_all = ops.concat(k_before, k, axis=-2), ops.concat(v_before, v, axis=-2)
-        else:
-            k_all, v_all = k, v
-        rows = self._cache._write(self._layer, k.numpy(), v.numpy())
-        return (k_all, v_all) if snapshot else rows.first(start + k.shape[-2])
+        cache, rows = self._cache, self._rows
+        start = cache.length
+        if rows is not None and start:
+            for name, new, old in (("k", k, rows.k), ("v", v, rows.v)):
+                if new.shape[:-2] != old.shape[:-2] or new.shape[-1] != old.shape[-1] or new.dtype != old.dtype:
+                    raise ValueError(
+                        f"the cache holds {name} of shape {old[..., :start, :].shape}, {old.dtype} (batch, heads, "
+                        f"tokens, width), got {new.shape}, {new.dtype}: use a new cache for another batch or model"
+                    )
+        return cache._write(self._layer, start, k, v).first(start + k.shape[-2])

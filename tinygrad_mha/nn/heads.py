@@ -23,7 +23,8 @@ from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.nn.scores import Score
 from tinygrad_mha.ops import join_heads, split_heads
-from tinygrad_mha.tensors import Tensor, as_tensor
+from tinygrad_mha.ops.scaled_dot_product import view_heads
+from tinygrad_mha.tensors import Tensor, as_tensor, plain, wrap
 
 __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
 
@@ -189,13 +190,21 @@ class Heads(Module):
         n_q, n_k = q.shape[-2], start + k.shape[-2]
         score_shape: ScoreShape = (q.shape[0] if q.ndim == 4 else None, self.n_head, n_q, n_k)
         allow, bias = self._masks(score_shape, q.dtype, **masks)
-        positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
-        q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
-        is_fused = self.fused and edit is None and self.score is None
-        if cache is not None:  # traces and graphs need Tensors of the old keys, not views of memory that is overwritten
-            k, v = cache.append(k, v, snapshot=not is_fused or modes.STATE.get().record)
+        if self._rotates:
+            positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
+            q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
+        is_fused = self._is_fused(edit)
         keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
+        if is_fused and modes.STATE.get().is_silent:
+            # On arrays: nobody sees the steps, and a Tensor for each is half of the time of a small attention.
+            keys, values = plain(k), plain(v)
+            if cache is not None:
+                keys, values = cache.extend(keys, values)
+            keys, values = repeat_heads(keys, times), repeat_heads(values, times)
+            return wrap(join_heads(ops.attention(plain(q), keys, values, allow, plain(bias), keep_mask)))
+        if cache is not None:
+            k, v = cache.append(k, v)
         if is_fused:
             return join_heads(ops.attention(q, repeat_heads(k, times), repeat_heads(v, times), allow, bias, keep_mask))
         steps = edit if isinstance(edit, Steps) else Steps(edit)
@@ -216,15 +225,30 @@ class Heads(Module):
         It is one node where nothing comes between the projections and the scores, and nobody looks at the steps.
         """
         n, m, n_tokens = self.n_head, self.n_kv_head, qkv.shape[-2]
-        is_rotated = type(self.position).rotate is not Position.rotate
-        if self.fused and edit is None and self.score is None and cache is None and n == m and not is_rotated:
+        is_fused = self._is_fused(edit)
+        if is_fused and cache is None and n == m and not self._rotates:
             score_shape: ScoreShape = (qkv.shape[0] if qkv.ndim == 3 else None, n, n_tokens, n_tokens)
             allow, bias = self._masks(score_shape, qkv.dtype, **masks)
             keep_mask = self.dropout.sample_mask((*qkv.shape[:-2], n, n_tokens, n_tokens), qkv.dtype)
             return ops.self_attention(qkv, allow, bias, keep_mask, n_head=n)
-        d = qkv.shape[-1] // (n + 2 * m)
-        q, k, v = ops.split(qkv, [n * d, (n + m) * d], axis=-1)
-        return self.attend(split_heads(q, n), split_heads(k, m), split_heads(v, m), cache, positions, edit, **masks)
+        if is_fused and modes.STATE.get().is_silent:  # the same views in fewer steps, which no picture shows
+            (heads,) = view_heads(plain(qkv), 1, n + 2 * m)
+            q, k, v = heads[..., :n, :, :], heads[..., n : n + m, :, :], heads[..., n + m :, :, :]
+            if self._rotates:
+                q, k = wrap(q), wrap(k)
+        else:
+            d = qkv.shape[-1] // (n + 2 * m)
+            q, k, v = ops.split(qkv, [n * d, (n + m) * d], axis=-1)
+            q, k, v = split_heads(q, n), split_heads(k, m), split_heads(v, m)
+        return self.attend(q, k, v, cache, positions, edit, **masks)
+
+    def _is_fused(self, edit: Edit | None) -> bool:
+        """Whether the steps are one node in this call."""
+        return self.fused and edit is None and self.score is None
+
+    @property
+    def _rotates(self) -> bool:
+        return type(self.position).rotate is not Position.rotate
 
     def attend_per_head(
         self,

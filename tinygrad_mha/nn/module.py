@@ -76,8 +76,11 @@ class Module:
 
     def __call__(self: HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call `forward` with the same arguments, in the scope of this module."""
-        with self.scope():
-            return self.forward(*args, **kwargs)
+        state = modes.STATE.get()
+        if state.grad or state.record or state.observer is not None:
+            with self.scope():
+                return self.forward(*args, **kwargs)
+        return self.forward(*args, **kwargs)  # no node is made that could have a scope
 
     def scope(self) -> modes.scope:
         """A context manager: nodes made inside belong to this module, as they do in a call of it."""

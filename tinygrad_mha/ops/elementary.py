@@ -566,9 +566,10 @@ def product(a, b):
 @primitive(kind="product", roles=("data", "weight", "bias"), label="Linear", formula=notation.write_linear)
 def linear(x, weight, bias=None) -> Any:
     """x @ weight + bias: x (..., n), weight (n, m), bias (m,) -> (..., m)."""
-    if np.ndim(x) < 1 or np.ndim(weight) != 2 or x.shape[-1] != weight.shape[0]:
+    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError("expected x (..., n) and weight (n, m), stored (in, out)")
-    y = product(merge_rows(x), weight).reshape(*x.shape[:-1], weight.shape[1])
+    rows = x.reshape(-1) if x.size == len(weight) > 0 else merge_rows(x)  # BLAS is faster with a vector than one row
+    y = rows.dot(weight).reshape(*x.shape[:-1], weight.shape[1])
     return y if bias is None else y + bias
 
 
@@ -581,7 +582,7 @@ linear.vjps(
 
 def merge_rows(x):
     """Merge all leading axes: (..., n) -> (N, n)."""
-    return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
+    return x if x.ndim == 2 else x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 @linear.composed_of
