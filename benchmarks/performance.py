@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,11 @@ class Worker:
 def measure(row: Row, folders: Path, rounds: int, baseline: Path | None, least: float = 0.05) -> dict[str, Any]:
     """Compare the results of all sides, then time them in turn. Returns the numbers of a row."""
     sides = [side for side in SIDES if has_side(side, row, baseline)]
-    workers = {side: Worker(side, row.threads, baseline) for side in sides}
-    if row.floor:
-        workers["floor"] = Worker("numpy", row.threads)
-    seconds: dict[str, list[float]] = {side: [] for side in workers}
-    try:
+    with ExitStack() as stack:
+        workers = {side: stack.enter_context(Worker(side, row.threads, baseline)) for side in sides}
+        if row.floor:
+            workers["floor"] = stack.enter_context(Worker("numpy", row.threads))
+        seconds: dict[str, list[float]] = {side: [] for side in workers}
         answers, repeats = {}, {}
         for side, worker in workers.items():
             options = row.options | (row.ours if side == "fast" else {})
@@ -195,9 +196,6 @@ def measure(row: Row, folders: Path, rounds: int, baseline: Path | None, least: 
                 answer = worker.ask(repeat=repeats[side])
                 seconds[side].append(answer["seconds"] / repeats[side])
                 answers[side] |= answer
-    finally:
-        for worker in workers.values():
-            worker.__exit__()
     versions = {name: v for a in answers.values() for name, v in a["versions"].items() if name != "kernels"}
     peer = "peer" if "peer" in seconds else "baseline"
     ratios = {side: float(np.median(np.divide(seconds[side], seconds[peer]))) for side in seconds if peer in seconds}

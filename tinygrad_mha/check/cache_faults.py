@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import ops
+from tinygrad_mha.check.differences import largest
 from tinygrad_mha.nn import KVCache, MultiHeadAttention
 from tinygrad_mha.nn.contract import call_attention, find_options
 from tinygrad_mha.nn.heads import Steps
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor
 
-__all__ = ["NOT_OFFSET", "TOLERANCE", "Case", "compare_rows", "find_cause", "run_attention"]
+__all__ = ["NOT_OFFSET", "TOLERANCE", "Case", "compare_rows", "find_cause", "measure_size", "run_attention"]
 
 TOLERANCE = 1e-11  # relative to the largest element, in float64: sums in another order differ by about 1e-15
 NOT_OFFSET = "position not offset: new tokens stand at 0, 1, ..., not after those in the cache"
@@ -69,8 +70,8 @@ def run_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
 
 
 def measure_size(array: np.ndarray) -> float:
-    """The largest absolute value, by which differences are divided."""
-    return float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) or 1.0
+    """The largest finite absolute value, by which differences are divided; 1 if it is 0."""
+    return largest(array) or 1.0
 
 
 def compare_rows(rows: Any, whole: Any, tokens: slice = slice(None)) -> np.ndarray:

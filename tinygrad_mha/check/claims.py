@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.check.cache_faults import measure_size
 from tinygrad_mha.check.caching import kv_cache
 from tinygrad_mha.check.candidates import Candidate, CandidateError
-from tinygrad_mha.check.formulas import CLOSE, Reference, is_equal
+from tinygrad_mha.check.formulas import CLOSE, Reference, is_equal, past
 from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.verdict import Finding
 from tinygrad_mha.nn import KVCache
@@ -97,17 +98,7 @@ def measure_influence(
             change = np.abs(c(*moved, **options) - y)
         change = np.where(np.isnan(change), np.inf, change)
         columns.append(change.max(axis=(*range(y.ndim - 2), -1)))
-    return np.stack(columns, axis=-1) / largest(y)
-
-
-def largest(y: np.ndarray) -> float:
-    return float(np.abs(y).max(initial=0.0, where=np.isfinite(y))) or 1.0
-
-
-def past(see: np.ndarray, more: int = 0) -> np.ndarray:
-    """The causal mask of the shape of `see`, with `more` later keys."""
-    n, m = see.shape
-    return np.tri(n, m, m - n + more, dtype=bool)
+    return np.stack(columns, axis=-1) / measure_size(y)
 
 
 def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
@@ -182,10 +173,7 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
         text = f"the gradient of {wrong[0].name} is wrong: {wrong[0].worst}"
         cause = wrong[0].note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
         return Finding("gradients", "failed", text, cause)
-    if unused:
-        text = f"the result does not depend on {', '.join(unused)}"
-        return Finding("gradients", "failed", text, f"{unused[0]} is not used: it has no effect and no gradient")
-    return Finding("gradients", "passed", f"{len(report.entries)} inputs and parameters agree with finite differences")
+    return judge_uses(unused, len(report.entries))
 
 
 def check_torch_gradients(c: Candidate, inputs: Inputs) -> Finding:
@@ -201,10 +189,15 @@ def check_torch_gradients(c: Candidate, inputs: Inputs) -> Finding:
     gradients = c.torch.autograd.grad(c.call_raw(*leaves).sum(), variables, allow_unused=True)
     names = [*(f"input {i}" for i in range(len(leaves))), *named]
     unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    return judge_uses(unused, len(variables))
+
+
+def judge_uses(unused: list[str], n: int) -> Finding:
+    """The finding where the gradients of all `n` inputs and parameters are right, and some of them may be unused."""
     if unused:
         text = f"the result does not depend on {', '.join(unused)}"
         return Finding("gradients", "failed", text, f"{unused[0]} is not used: it has no effect and no gradient")
-    return Finding("gradients", "passed", f"{len(variables)} inputs and parameters agree with finite differences")
+    return Finding("gradients", "passed", f"{n} inputs and parameters agree with finite differences")
 
 
 def check_dtype(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:

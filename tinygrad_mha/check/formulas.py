@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.check.candidates import Candidate, walk_modules
+from tinygrad_mha.check.differences import largest
 
-__all__ = ["CLOSE", "FAULTS", "Formula", "Reference", "is_equal"]
+__all__ = ["CLOSE", "FAULTS", "Formula", "Reference", "is_equal", "past"]
 
 STEPS = 12  # of Newton's method, which doubles the digits with each
 CLOSE = 1e-9  # relative to the largest element, in float64
@@ -240,9 +241,8 @@ class Reference:
         n_head = 1 if q.shape[-1] % self.n_head else self.n_head
         d_k = q.shape[-1] // n_head
         scales = list_scales(d_k, v.shape[-1] // max(1, k.shape[-1] // d_k), q.shape[-1], k.shape[-2])
-        past = np.tri(len(see), see.shape[1], see.shape[1] - len(see), dtype=bool)
         for formula, claim, cause in list_formulas(Formula(n_head)):
-            for mask in (see, past):
+            for mask in (see, past(see)):
 
                 def error(scale: float | None, formula: Formula = formula, mask: np.ndarray = mask) -> np.ndarray:
                     return self.compute(replace(formula, scale=scale), inputs, mask, bias) - y
@@ -316,9 +316,14 @@ def list_formulas(base: Formula) -> Iterator[tuple[Formula, str, str]]:
         yield replace(kind, **change), claim, cause
 
 
+def past(see: np.ndarray, more: int = 0) -> np.ndarray:
+    """The causal mask of the shape of `see`, with `more` later keys."""
+    n, m = see.shape
+    return np.tri(n, m, m - n + more, dtype=bool)
+
+
 def is_equal(a: np.ndarray, b: np.ndarray, tolerance: float = CLOSE) -> bool:
     """Whether two arrays are equal up to `tolerance`, relative to the largest finite element of b."""
     if a.shape != b.shape:
         return False
-    size = np.abs(b).max(initial=0.0, where=np.isfinite(b))
-    return bool(np.allclose(a, b, rtol=0, atol=tolerance * size, equal_nan=True))
+    return bool(np.allclose(a, b, rtol=0, atol=tolerance * largest(b), equal_nan=True))

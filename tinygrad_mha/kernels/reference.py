@@ -225,7 +225,7 @@ def row_mean_of_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def merge_rows(x: np.ndarray) -> np.ndarray:
     """Merge all leading axes: (..., n) -> (N, n)."""
-    return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
+    return x if x.ndim == 2 else x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -105,9 +105,8 @@ class Dropout(Module):
 
     def forward(self, x: Any) -> Tensor:
         x = as_tensor(x)
-        if not (self.training and self.p):
-            return x
-        return ops.dropout(x, sample_dropout_mask(self.rng, self.p, x.shape, x.dtype))
+        mask = self.sample_mask(x.shape, x.dtype)
+        return x if mask is None else ops.dropout(x, mask)
 
     def sample_mask(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
         """The next dropout mask, or None where nothing is dropped: in eval mode, and for p = 0."""

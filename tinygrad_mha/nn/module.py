@@ -76,11 +76,10 @@ class Module:
 
     def __call__(self: HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call `forward` with the same arguments, in the scope of this module."""
-        state = modes.STATE.get()
-        if state.grad or state.record or state.observer is not None:
-            with self.scope():
-                return self.forward(*args, **kwargs)
-        return self.forward(*args, **kwargs)  # no node is made that could have a scope
+        if modes.STATE.get().is_silent:  # no node is made that could have a scope
+            return self.forward(*args, **kwargs)
+        with self.scope():
+            return self.forward(*args, **kwargs)
 
     def scope(self) -> modes.scope:
         """A context manager: nodes made inside belong to this module, as they do in a call of it."""

@@ -27,6 +27,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import as_index, check_boolean, check_ids
 from tinygrad_mha.kernels import reference
+from tinygrad_mha.kernels.reference import merge_rows
 from tinygrad_mha.primitives import primitive
 
 __all__ = ["abs", "add", "broadcast_to", "cast", "clip", "concat", "div", "einsum", "erf", "exp", "getitem", "linear"]
@@ -578,11 +579,6 @@ linear.vjps(
     lambda g, y, x, weight, bias: product(merge_rows(x).mT, merge_rows(g)),
     lambda g, y, x, weight, bias: g,
 )
-
-
-def merge_rows(x):
-    """Merge all leading axes: (..., n) -> (N, n)."""
-    return x if x.ndim == 2 else x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 @linear.composed_of

@@ -108,7 +108,7 @@ class Workers:
                     f" (not {self.threads}: a step has {work:,} multiply-adds, and threads pay from {LEAST_WORK:,} on)"
                 )
                 self.threads = 1
-        self.summary = f"kernels: {getattr(kernels, 'active', 'numpy')}, workers: {self.threads}{note}, ranks: {size}"
+        self.summary = f"kernels: {kernels.active}, workers: {self.threads}{note}, ranks: {size}"
         self.limit_blas = import_blas_limit() if size * self.threads > 1 else nullcontext
         if size > 1:
             self._agree_on(model, config, ids)
