@@ -30,8 +30,14 @@ def own_primitives():
 
 
 @pytest.fixture(scope="session")
+def data():
+    """The folder of small real models and recorded results, which is a part of the repository."""
+    return Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
 def reference():
-    """The folder of real models and runs that the project is held against."""
+    """The folder of what is too large for the repository: the recorded run of nanoGPT, its model and its text."""
     folder = os.environ.get("TINYGRAD_MHA_REFERENCE")
     if not folder:
         pytest.skip("TINYGRAD_MHA_REFERENCE is not set: no reference data to compare with")

@@ -2,12 +2,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_data import read_packed
 
 from tinygrad_mha.data import (
     BYTE_SYMBOLS,
@@ -22,8 +22,6 @@ from tinygrad_mha.data import (
     symbol_bytes,
 )
 
-REFERENCE = os.environ.get("TINYGRAD_MHA_REFERENCE")
-needs_reference = pytest.mark.skipif(not REFERENCE, reason="TINYGRAD_MHA_REFERENCE names no folder of reference data")
 WHITE_SPACE = [
     "hello\nworld",
     "\n\n",
@@ -231,22 +229,29 @@ def test_the_error_names_the_extra_if_the_library_is_missing(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def gpt2():
+def gpt2_folder(tmp_path_factory):
+    """The files of GPT-2's tokenizer, as Hugging Face writes them."""
+    folder = tmp_path_factory.mktemp("gpt2-bpe")
+    for name in ("merges.txt", "vocab.json", "tokenizer.json"):
+        (folder / name).write_bytes(read_packed(f"gpt2-bpe/{name}"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(gpt2_folder):
     pytest.importorskip("tokenizers")
-    return BPETokenizer.load(Path(REFERENCE, "gpt2-bpe"))
+    return BPETokenizer.load(gpt2_folder)
 
 
-@needs_reference
-def test_gpt2_encodes_and_decodes_all_reference_vectors(gpt2):
-    folder = Path(REFERENCE, "gpt2-bpe")
-    records = (folder / "vectors.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]
-    expected = [[int(i) for i in line.split()] for line in (folder / "vectors.out").read_text().split("\n")[:46]]
+def test_gpt2_encodes_and_decodes_all_recorded_vectors(gpt2, data):
+    records = (data / "gpt2-bpe/vectors.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]
+    lines = (data / "gpt2-bpe/vectors.out").read_text().split("\n")[:46]
+    expected = [[int(i) for i in line.split()] for line in lines]
     assert len(records) == len(expected) == 46
     assert [gpt2.encode(record).tolist() for record in records] == expected
     assert [gpt2.decode(ids) for ids in expected] == records
 
 
-@needs_reference
 def test_gpt2_encodes_its_special_token_as_text_unless_allowed(gpt2):
     assert gpt2.vocab_size == 50257
     assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
@@ -254,19 +259,17 @@ def test_gpt2_encodes_its_special_token_as_text_unless_allowed(gpt2):
     assert gpt2.decode([50256]) == "<|endoftext|>"
 
 
-@needs_reference
-def test_gpt2_from_vocabulary_and_merges_equals_gpt2_from_one_file(gpt2, tmp_path):
+def test_gpt2_from_vocabulary_and_merges_equals_gpt2_from_one_file(gpt2, gpt2_folder, data, tmp_path):
     for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).symlink_to(Path(REFERENCE, "gpt2-bpe", name))
+        (tmp_path / name).symlink_to(gpt2_folder / name)
     other = load_tokenizer(tmp_path)
-    text = Path(REFERENCE, "gpt2-bpe", "vectors.inp").read_bytes().decode() + "<|endoftext|>"
+    text = (data / "gpt2-bpe/vectors.inp").read_bytes().decode() + "<|endoftext|>"
     assert np.array_equal(other.encode(text), gpt2.encode(text))
     assert other.encode(text, allow_special=True)[-1] == 50256
 
 
-@needs_reference
-def test_gpt2_counts_the_tokens_of_shakespeare(gpt2):
-    train, validation = split_text(read_text(Path(REFERENCE, "corpora", "tinyshakespeare.txt")))
+def test_gpt2_counts_the_tokens_of_shakespeare(gpt2, reference):
+    train, validation = split_text(read_text(reference / "corpora" / "tinyshakespeare.txt"))
     assert (len(train), len(validation)) == (1_003_854, 111_540)
     assert (len(gpt2.encode(train)), len(gpt2.encode(validation))) == (301_966, 36_059)
 

@@ -96,24 +96,24 @@ def test_interleaved_streams_are_independent(model):
 
 @pytest.mark.parametrize("name", ["tiny-gpt2-random", "tiny-gpt1-random"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_tokens_equal_those_of_transformers(reference, name, use_cache):
-    expected = np.load(reference / name / "expected_float64.npz")["greedy"]
-    model = tg.nn.GPT.from_pretrained(reference / name, dtype=np.float64)
+def test_greedy_tokens_equal_those_of_transformers(data, name, use_cache):
+    expected = np.load(data / name / "expected_float64.npz")["greedy"]
+    model = tg.nn.GPT.from_pretrained(data / name, dtype=np.float64)
     ids = generate(model, expected[:, :11], 13, temperature=0, use_cache=use_cache)
     np.testing.assert_array_equal(ids, expected)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_pretrained_sorting_model_sorts_all_729_sequences(reference, use_cache):
-    model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "gpt-nano-sort")
+def test_a_pretrained_sorting_model_sorts_all_729_sequences(data, use_cache):
+    model = tg.nn.GPT.from_pretrained(data / "hf-gpt2" / "gpt-nano-sort")
     prompts = np.stack(np.meshgrid(*[np.arange(3)] * 6), axis=-1).reshape(-1, 6)
     ids = generate(model, prompts, 6, temperature=0, eos=None, use_cache=use_cache)
     np.testing.assert_array_equal(ids, np.hstack([prompts, np.sort(prompts)]))
 
 
 @pytest.mark.slow
-def test_a_pretrained_adder_adds_all_pairs_of_two_digit_numbers(reference):
-    model = tg.nn.GPT.from_pretrained(reference / "hf-gpt2" / "mingpt-adder-2digit")
+def test_a_pretrained_adder_adds_all_pairs_of_two_digit_numbers(data):
+    model = tg.nn.GPT.from_pretrained(data / "hf-gpt2" / "mingpt-adder-2digit")
     a, b = np.divmod(np.arange(10_000), 100)
     prompts = np.stack([a // 10, a % 10, b // 10, b % 10], axis=-1)
     ones, tens, hundreds = generate(model, prompts, 3, temperature=0, eos=None)[:, 4:].T

@@ -1,7 +1,4 @@
-"""Real models and recorded runs of others: the same numbers, gradients and answers.
-
-The folder that the environment variable TINYGRAD_MHA_REFERENCE names holds them; without it these tests are skipped.
-"""
+"""Real models and recorded runs of others: the same numbers, gradients and answers."""
 
 import base64
 import itertools
@@ -9,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from recorded_data import read_packed
 
 from tinygrad_mha import nn, no_grad
 from tinygrad_mha.files import load_arrays
@@ -34,9 +32,9 @@ def greedy(model, prompts, n, cached=True):
 
 
 @pytest.fixture(scope="module", params=["tiny-gpt2-random", "tiny-gpt1-random"])
-def tiny(request, reference):
+def tiny(request, data):
     """A random GPT-2 and a random GPT-1 in float64, and what transformers and float64 autograd made of them."""
-    folder = reference / request.param
+    folder = data / request.param
     model = nn.GPT.from_pretrained(folder, dtype=np.float64)
     return request.param, model, np.load(folder / "expected_float64.npz")
 
@@ -108,10 +106,10 @@ def test_float32_stays_close_to_float64(tiny):
     close(logits, expected["logits"], 2e-4)
 
 
-def test_a_folder_of_transformers_is_written_back_with_the_same_arrays(tiny, reference, tmp_path):
+def test_a_folder_of_transformers_is_written_back_with_the_same_arrays(tiny, data, tmp_path):
     name, model, _ = tiny
     model.save_pretrained(tmp_path)
-    theirs, ours = (load_arrays(folder / "model.safetensors") for folder in (reference / name, tmp_path))
+    theirs, ours = (load_arrays(folder / "model.safetensors") for folder in (data / name, tmp_path))
     assert set(ours) == set(theirs)
     for key, array in theirs.items():
         np.testing.assert_array_equal(ours[key], array)
@@ -121,21 +119,21 @@ def test_a_folder_of_transformers_is_written_back_with_the_same_arrays(tiny, ref
 # Models that were trained to do something
 
 
-def test_gpt_nano_sorts_all_729_prompts(reference):
-    model = nn.GPT.from_pretrained(reference / "hf-gpt2" / "gpt-nano-sort")
+def test_gpt_nano_sorts_all_729_prompts(data):
+    model = nn.GPT.from_pretrained(data / "hf-gpt2" / "gpt-nano-sort")
     prompts = np.array(list(itertools.product(range(3), repeat=6)))
     for cached in (True, False):
         np.testing.assert_array_equal(greedy(model, prompts, 6, cached)[:, 6:], np.sort(prompts, axis=1))
 
 
-def test_gpt_nano_computes_the_recorded_partial_results_layer_by_layer(reference):
-    record = json.loads((reference / "gpt-nano-sort" / "gpt-nano-sort-t0-partials.json").read_text())
+def test_gpt_nano_computes_the_recorded_partial_results_layer_by_layer(data):
+    record = json.loads(read_packed("gpt-nano-sort/gpt-nano-sort-t0-partials.json"))
     expected = {
         name: np.frombuffer(base64.b64decode(entry["data"]), "<f4").reshape(entry["shape"])
         for name, entry in record.items()
         if name != "config"
     }
-    model = nn.GPT.from_pretrained(reference / "hf-gpt2" / "gpt-nano-sort")
+    model = nn.GPT.from_pretrained(data / "hf-gpt2" / "gpt-nano-sort")
     idx = expected["idx"].astype(int)
     logits, trace = model(idx, trace=True)
     block, steps = model.h[0], trace.attention[0]
@@ -178,16 +176,16 @@ def test_gpt_nano_computes_the_recorded_partial_results_layer_by_layer(reference
     close(steps.masked.data[~hidden_scores], expected["att"][~hidden_scores], 5e-6)
 
 
-def test_mingpt_adds_all_10000_pairs(reference):
-    model = nn.GPT.from_pretrained(reference / "hf-gpt2" / "mingpt-adder-2digit")
+def test_mingpt_adds_all_10000_pairs(data):
+    model = nn.GPT.from_pretrained(data / "hf-gpt2" / "mingpt-adder-2digit")
     a, b = (n.ravel() for n in np.mgrid[:100, :100])
     answers = greedy(model, np.stack([a // 10, a % 10, b // 10, b % 10], axis=1), 3)[:, 4:]
     np.testing.assert_array_equal(answers @ [1, 10, 100], a + b)
 
 
-def test_makemore_predicts_names_as_well_as_recorded(reference):
-    model = nn.GPT.from_pretrained(reference / "hf-gpt2" / "makemore-names")
-    names = (reference / "corpora" / "names-test-1000.txt").read_text().split()
+def test_makemore_predicts_names_as_well_as_recorded(data):
+    model = nn.GPT.from_pretrained(data / "hf-gpt2" / "makemore-names")
+    names = (data / "corpora" / "names-test-1000.txt").read_text().split()
     idx = np.zeros((1000, 16), int)
     targets = np.full((1000, 16), -100)
     for row, name in enumerate(names):
@@ -213,8 +211,8 @@ def test_nanogpt_predicts_shakespeare_as_well_as_recorded(reference):
 
 
 @pytest.mark.parametrize("example", ["ex0", "ex1"])
-def test_scale_mask_and_softmax_of_gpt2_are_as_recorded(reference, example):
-    outputs = json.loads((reference / "gpt2-124m-outputs" / f"{example}.json").read_text())["outputs"]
+def test_scale_mask_and_softmax_of_gpt2_are_as_recorded(example):
+    outputs = json.loads(read_packed(f"gpt2-124m-outputs/{example}.json"))["outputs"]
 
     def recorded(kind):
         rows = [outputs[f"block_{b}_attn_head_{h}_{kind}"]["data"] for b in range(12) for h in range(12)]
