@@ -1,0 +1,207 @@
+"""Put small faults into the package, one at a time, and see which ones no test notices.
+
+    python benchmarks/mutants.py --count 200
+
+A mutant replaces one expression or removes one statement, at a random place. The tests that belong to its file
+run until one fails. A mutant that all of them pass has survived: a test is missing, or the change has no effect. Places
+whose survivors were looked at and have no effect are listed in EQUIVALENT, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+# The tests that hold a file, the fastest first. The first entry that the path begins with counts.
+TESTS = {
+    "ops": "registry kernels properties numbers torch_parity attention engine",
+    "kernels": "kernels registry optim parallel",
+    "numpy_protocol": "engine properties public_reports",
+    "notation": "graph number_words walkthrough",
+    "nn/cache": "cache generation attention",
+    "nn/contract": "own_attention check_attention",
+    "nn/translators": "seq2seq beam",
+    "nn/transformer": "seq2seq beam",
+    "nn": "modules attention scores gpt cache own_attention hugging_face generation differential",
+    "optim": "optim parallel training differential",
+    "data": "data training",
+    "decoding": "sampling beam generation cache",
+    "files": "errors data training hugging_face gpt cli",
+    "training": "training parallel fine_tuning errors",
+    "viz/diagram": "graph render number_words",
+    "viz/plots": "plots",
+    "viz": "walkthrough graph",
+    "check/gradient_check": "gradcheck registry",
+    "check/differences": "gradcheck registry",
+    "check/report": "gradcheck",
+    "check/dependence": "check_dependencies",
+    "check/stages": "check_derivation",
+    "check/diagnosis": "check_doctor",
+    "check/caching": "check_cache",
+    "check/cache_faults": "check_cache",
+    "check/ledger": "check_cache",
+    "check": "check_attention verdict cli",
+    "": "engine properties errors public_reports differential",
+}
+SKIPPED = ("cli.py", "demo.py", "__init__.py", "check/samples.py")
+EQUIVALENT: dict[str, str] = {}
+
+
+class Mutant(NamedTuple):
+    """One change: characters `start` to `end` of a file become `text`."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    before: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {shorten(self.before)}  ->  {shorten(self.text)}"
+
+
+def shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) < 70 else f"{text[:67]}..."
+
+
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
+             ast.FloorDiv: ast.Add, ast.Mod: ast.Add, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}  # fmt: skip
+
+
+def change(node: ast.AST) -> ast.AST | None:
+    """A changed copy of an expression or statement, or None if this kind is left alone."""
+    new = copy.deepcopy(node)
+    match new:
+        case ast.Compare(ops=[op, *_]):
+            new.ops[0] = COMPARISONS[type(op)]()
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            new.op = OPERATORS[type(op)]()
+        case ast.BoolOp(op=op):
+            new.op = ast.Or() if isinstance(op, ast.And) else ast.And()
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            return new.operand
+        case ast.IfExp():
+            new.body, new.orelse = new.orelse, new.body
+        case ast.Constant(value=bool()):
+            new.value = not new.value
+        case ast.Constant(value=int() | float()):
+            new.value += 1
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            return ast.Pass()
+        case _:
+            return None
+    return new
+
+
+def places(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that may be changed: no documentation, annotations, messages of errors, or formatted text."""
+    for name, value in ast.iter_fields(tree):
+        for node in value if isinstance(value, list) else [value]:
+            is_left_alone = name in ("annotation", "returns", "decorator_list") or isinstance(
+                node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
+            )
+            is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            if isinstance(node, ast.AST) and not is_left_alone and not is_typing:
+                yield node
+                yield from places(node)
+
+
+def find_mutants(file: Path) -> Iterator[Mutant]:
+    source = file.read_text()
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    data = source.encode()
+    for node in places(ast.parse(source)):
+        new = change(node)
+        if new is None or not hasattr(node, "lineno"):
+            continue
+        start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        text = ast.unparse(new)
+        text = text if isinstance(new, ast.stmt) else f"({text})"
+        name = file.relative_to(ROOT / "tinygrad_mha").as_posix()
+        yield Mutant(name, node.lineno, start, end, data[start:end].decode(), text)
+
+
+def tests_of(name: str) -> list[str]:
+    names = next(tests for prefix, tests in TESTS.items() if name.startswith(prefix)).split()
+    return [f"tests/test_{n}.py" for n in names if (ROOT / f"tests/test_{n}.py").exists()]
+
+
+def survives(mutant: Mutant, seconds: float) -> bool:
+    """Whether the tests pass with the mutant, in a copy of the checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder, "checkout")
+        shutil.copytree(
+            ROOT, copied, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "gallery", ".venv*")
+        )
+        path = copied / "tinygrad_mha" / mutant.file
+        data = path.read_bytes()
+        path.write_bytes(data[: mutant.start] + mutant.text.encode() + data[mutant.end :])
+        environment = os.environ | {
+            "PYTHONPATH": str(copied),
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(mutant.file)]
+        try:
+            run = subprocess.run(command, cwd=copied, env=environment, capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return run.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="how many mutants (default: 200)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="files whose name begins so, such as nn/")
+    parser.add_argument("--at-once", type=int, default=2, help="how many run at once (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="a mutant that runs longer is noticed (default: 300)"
+    )
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    args = parser.parse_args()
+    files = [p for p in sorted((ROOT / "tinygrad_mha").rglob("*.py"))
+             if (name := p.relative_to(ROOT / "tinygrad_mha").as_posix()).startswith(args.only)
+             and not name.endswith(SKIPPED)]  # fmt: skip
+    mutants = [mutant for file in files for mutant in find_mutants(file)]
+    chosen = random.Random(args.seed).sample(mutants, min(args.count, len(mutants)))
+    survivors, equivalent = [], []
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for i, (mutant, survived) in enumerate(
+            zip(chosen, pool.map(lambda m: survives(m, args.seconds), chosen), strict=True)
+        ):
+            reason = EQUIVALENT.get(f"{mutant.file}: {shorten(mutant.before)}")
+            if survived:
+                (survivors if reason is None else equivalent).append(str(mutant))
+            print(f"{i + 1:4} {'SURVIVED' if survived else 'noticed '} {mutant}", flush=True)
+    print(f"{len(chosen)} mutants: {len(chosen) - len(survivors) - len(equivalent)} noticed, "
+          f"{len(equivalent)} without effect, {len(survivors)} survived")  # fmt: skip
+    if args.json:
+        result = {"mutants": len(chosen), "seed": args.seed, "equivalent": equivalent, "survivors": survivors}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
