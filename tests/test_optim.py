@@ -386,9 +386,15 @@ def test_a_hundred_huge_float32_gradients_are_clipped_to_a_tenth_each():
 
 
 def test_the_norm_of_many_elements_does_not_depend_on_where_a_block_ends():
-    g = np.random.default_rng(0).standard_normal((3, 2**16 - 1)).astype(np.float32)
+    g = np.random.default_rng(0).standard_normal((3, 2**16 - 1))
     for array in (g, g.T, g[:, ::2], g[:, :0]):
-        assert global_norm([array]) == pytest.approx(np.linalg.norm(array.astype(np.float64)), rel=1e-14)
+        assert global_norm([array]) == pytest.approx(np.linalg.norm(array), rel=1e-14)
+        assert global_norm([array.astype(np.float32)]) == pytest.approx(np.linalg.norm(array), rel=1e-6)
+
+
+def test_the_norm_of_ten_million_equal_elements_keeps_its_digits_in_float32():
+    g = np.full(10**7, 0.1, np.float32)
+    assert global_norm([g]) == pytest.approx(float(g[0]) * 10**3.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

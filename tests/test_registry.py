@@ -5,12 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinygrad_mha import Tensor, gradcheck, ops
+from tinygrad_mha import Tensor, gradcheck, kernels, ops
 from tinygrad_mha.cli import check_primitive, main
 from tinygrad_mha.primitives import KINDS
 
 OWN = [op for op in ops.REGISTRY.values() if op.forward.__module__.startswith("tinygrad_mha.")]
 FUSED = [op for op in OWN if op.composition is not None]
+
+
+@pytest.fixture(params=["numpy", "numba"], autouse=True)
+def kind(request, monkeypatch):
+    """Both kinds of kernels, one after the other."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(kernels, "active", request.param)
 
 
 def samples(op):
@@ -75,6 +83,21 @@ def test_float32_stays_float32_in_value_and_gradients(op):
         assert y.dtype == np.float32
         y.backward(np.ones(y.shape))
         assert all(x.grad.dtype == np.float32 for x in xs if isinstance(x, Tensor))
+
+
+@pytest.mark.parametrize("op", [op for op in OWN if op.name != "cast"], ids=lambda op: op.name)
+def test_values_and_gradients_in_float32_equal_those_in_float64(op, rng):
+    for inputs, keywords in samples(op):
+        single = tensors(inputs, np.float32)
+        double = [Tensor(x.data, requires_grad=True, dtype=np.float64) if isinstance(x, Tensor) else x for x in single]
+        y, z = op(*single, **keywords), op(*double, **keywords)
+        np.testing.assert_allclose(y.data, z.data, rtol=1e-5, atol=1e-5)
+        g = rng.standard_normal(y.shape).astype(np.float32)
+        y.backward(g)
+        z.backward(g.astype(np.float64))
+        for a, b in zip(single, double, strict=True):
+            if isinstance(a, Tensor):
+                np.testing.assert_allclose(a.grad, b.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("op", OWN, ids=lambda op: op.name)

@@ -265,13 +265,13 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
 
 
 def global_norm(arrays: Iterable[np.ndarray]) -> float:
-    """The L2 norm over all elements of all arrays, computed in float64; 0 without arrays."""
+    """The L2 norm over all elements of all arrays, with a relative error of 1e-6 in float32; 0 without arrays."""
     arrays = list(arrays)
     with np.errstate(over="ignore"):  # handled below
         squares = sum(_sum_of_squares(a) for a in arrays)
-    if math.isfinite(squares) and squares > 1e-200:
+    if 1e-20 < squares < math.inf:
         return math.sqrt(squares)
-    # An element is inf or nan, all are 0, or the squares overflow or underflow: divide by the largest element first.
+    # An element is inf or nan, all are 0, or squares overflow or underflow: divide by the largest element first.
     top = float(np.max([np.abs(a).max(initial=0) for a in arrays], initial=0))
     if top == 0 or not math.isfinite(top):
         return top
@@ -279,15 +279,13 @@ def global_norm(arrays: Iterable[np.ndarray]) -> float:
 
 
 def _sum_of_squares(a: np.ndarray) -> float:
-    """In float64, in blocks whose copies stay in the cache."""
-    flat, total = a.reshape(-1), 0.0
-    for start in range(0, flat.size, BLOCK):
-        block = flat[start : start + BLOCK].astype(np.float64, copy=False)
-        total += float(np.dot(block, block))
-    return total
+    """The sum over blocks in the dtype of `a`, and their sum in float64: one long sum in float32 would lose digits."""
+    flat = a.reshape(-1).astype(np.promote_types(a.dtype, np.float32), copy=False)
+    blocks = [flat[start : start + BLOCK] for start in range(0, flat.size, BLOCK)]
+    return sum(float(np.dot(block, block)) for block in blocks)
 
 
-BLOCK = 1 << 16  # elements
+BLOCK = 1 << 12  # elements
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def choose_active(wanted: str | None) -> str:
     if not wanted:
         return "numba" if installed else "numpy"
     if wanted not in ("numpy", "numba"):
-        raise ValueError(f"TINYGRAD_MHA_KERNELS must be numpy or numba, got {wanted!r}")
+        raise ValueError(f"TINYGRAD_MHA_KERNELS must be numpy or numba ({INSTALL}), got {wanted!r}")
     if wanted == "numba" and not installed:
         raise ImportError(f"TINYGRAD_MHA_KERNELS is numba, and Numba is not installed: {INSTALL}")
     return wanted
@@ -47,9 +47,14 @@ active = choose_active(os.environ.get("TINYGRAD_MHA_KERNELS"))
 
 @functools.cache
 def import_compiled() -> Any:
+    """The module of the compiled kernels, imported at its first use.
+
+    Raises:
+        ImportError: a Numba that refuses this version of NumPy.
+    """
     try:
         return importlib.import_module("tinygrad_mha.kernels.compiled")
-    except ImportError as error:  # Numba refuses versions of NumPy that it does not know
+    except ImportError as error:
         raise ImportError(
             f"Numba cannot be imported: {error}. Update it with {INSTALL}, or set TINYGRAD_MHA_KERNELS=numpy"
         ) from error
@@ -57,19 +62,22 @@ def import_compiled() -> Any:
 
 def select(*arrays: np.ndarray) -> Any:
     """The module to compute with: `compiled` takes contiguous, writable arrays of float32, `reference` takes any."""
-    if active == "numba" and all(a.dtype == SINGLE and a.flags.carray for a in arrays):
-        return import_compiled()
-    return reference
+    if active == "numpy":
+        return reference
+    for a in arrays:
+        if a.dtype != SINGLE or not a.flags.carray:
+            return reference
+    return import_compiled()
 
 
-def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
-    """x * Phi(x) and Phi(x), of floating `x`; see `ops.gelu`."""
+def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """x * Phi(x), and Phi(x) unless `gelu_vjp` computes it again."""
     return select(x).gelu(x, tanh)
 
 
-def gelu_vjp(g: np.ndarray, phi: np.ndarray, x: np.ndarray, tanh: bool) -> np.ndarray:
+def gelu_vjp(g: np.ndarray, phi: np.ndarray | None, x: np.ndarray, tanh: bool) -> np.ndarray:
     """g * (Phi(x) + x * Phi'(x))."""
-    return select(g, phi, x).gelu_vjp(g, phi, x, tanh)
+    return select(g, x).gelu_vjp(g, phi, x, tanh)
 
 
 def layer_norm(

@@ -131,7 +131,9 @@ def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
     return y, phi
 
 
-def gelu_vjp(g: np.ndarray, phi: np.ndarray, x: np.ndarray, tanh: bool) -> np.ndarray:
+def gelu_vjp(g: np.ndarray, phi: np.ndarray | None, x: np.ndarray, tanh: bool) -> np.ndarray:
+    if phi is None:
+        _, phi = gelu(x, tanh)
     linear, cubic = TANH_P
 
     def step_exact(g: np.ndarray, phi: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
@@ -164,9 +166,9 @@ BLOCK = 1 << 15  # elements: a block of each of a few arrays stays in the cache 
 
 
 def blockwise(step: Callable[..., None], *arrays: np.ndarray) -> None:
-    """Call `step` on arrays of one shape, block after block, or on the whole arrays if one is not contiguous."""
-    if not all(a.flags.c_contiguous and a.ndim for a in arrays):
-        step(*[np.atleast_1d(a) for a in arrays])
+    """Call `step` on arrays of one shape, block after block, or on the whole arrays if small or not contiguous."""
+    if arrays[0].size <= BLOCK or not all(a.flags.c_contiguous for a in arrays):
+        step(*[a if a.ndim else a.reshape(1) for a in arrays])
         return
     flat = [a.reshape(-1) for a in arrays]
     for start in range(0, flat[0].size, BLOCK):
@@ -255,6 +257,7 @@ def adam(
     root: float, eps: float,
 ) -> None:  # fmt: skip
     beta1, beta2 = betas
+    rate, eps = rate / root, eps / root  # m / (root * sqrt(v) + eps) = m / root / (sqrt(v) + eps / root), a pass less
 
     def step(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
         space = np.multiply(g, 1 - beta1)
@@ -265,7 +268,6 @@ def adam(
         v *= beta2
         v += space
         np.sqrt(v, out=space)
-        space *= root
         space += eps
         np.divide(m, space, out=space)
         space *= rate

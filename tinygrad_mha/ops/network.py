@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.kernels.reference import LOWEST
+from tinygrad_mha.kernels.reference import LOWEST, merge_rows
 from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
@@ -43,10 +43,14 @@ def shifted_exp(x, axis):
     A row of -inf has the maximum -inf, and -inf minus -inf is nan. So `initial` shifts such a row by the lowest finite
     number; its exp are 0, their sum is set to 1, and its softmax is 0. All other sums are at least exp(0) = 1 already.
     """
-    x = as_floating(x)
-    shifted = x - x.max(axis=axis, keepdims=True, initial=LOWEST[x.dtype])
+    shifted = x - find_largest(as_floating(x), axis)
     e = np.exp(shifted)
     return shifted, e, np.maximum(e.sum(axis=axis, keepdims=True), 1)
+
+
+def find_largest(x, axis):
+    """The largest element along `axis`, or the lowest finite number if that is larger."""
+    return np.maximum.reduce(x, axis=axis, keepdims=True, initial=LOWEST[x.dtype])
 
 
 @primitive(kind="normalization", label="log softmax", formula=notation.function, sentence=notation.say_softmax)
@@ -74,27 +78,35 @@ def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, re
     distribution is 1 - s on the target plus s / C on every class (arXiv:1512.00567). `reduction`: mean, sum or none.
     """
     check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction)
-    valid, class_ids, n = select_targets(targets, ignore_index)
-    logits = clear_ignored(as_floating(logits), valid)
-    shifted, e, total = shifted_exp(logits, -1)
-    log_total = np.log(total)
-    loss = log_total[..., 0] - np.take_along_axis(shifted, class_ids[..., None], -1)[..., 0]
+    class_ids = np.ravel(targets)
+    ignored = np.flatnonzero(class_ids == ignore_index)
+    rows = merge_rows(as_floating(logits))
+    if ignored.size:
+        rows, class_ids = rows.copy(), class_ids.copy()
+        rows[ignored] = class_ids[ignored] = 0  # 0 * nan would let a nan in padding through
+    at_target, n = (np.arange(class_ids.size), class_ids), builtins.max(class_ids.size - ignored.size, 1)
+    shifted = rows - find_largest(rows, -1)
+    loss = shifted[at_target] * (label_smoothing - 1)
     if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total[..., 0] - shifted.mean(-1))
-    loss = np.where(valid, loss, 0)
-    if reduction != "none":
-        loss = loss.sum() if reduction == "sum" else loss.sum() / n
-    return loss.astype(logits.dtype), e / total
+        loss -= label_smoothing * shifted.mean(-1)
+    probabilities = np.exp(shifted, out=shifted)
+    total = np.maximum(probabilities.sum(-1), 1)
+    loss += np.log(total)
+    loss[ignored] = 0
+    probabilities /= total[:, None]
+    loss = loss.reshape(logits.shape[:-1]) if reduction == "none" else loss.sum() / (n if reduction == "mean" else 1)
+    return loss.astype(rows.dtype), probabilities, at_target, ignored, n
 
 
-def cross_entropy_vjp(g, y, probabilities, logits, targets, *, ignore_index, label_smoothing, reduction):
-    valid, class_ids, n = select_targets(targets, ignore_index)
-    g = np.where(valid, g / n if reduction == "mean" else g, 0).astype(logits.dtype)[..., None]
+def cross_entropy_vjp(
+    g, y, probabilities, at_target, ignored, n, logits, targets, *, ignore_index, label_smoothing, reduction
+):
     # d loss / d logits = probabilities - ((1 - s) * one_hot(target) + s / C), with s = label_smoothing.
     gradient = probabilities - label_smoothing / logits.shape[-1]
-    at_target = np.take_along_axis(gradient, class_ids[..., None], -1) - (1 - label_smoothing)
-    np.put_along_axis(gradient, class_ids[..., None], at_target, -1)
-    return gradient * g, None
+    gradient[at_target] -= 1 - label_smoothing
+    gradient *= g.reshape(-1, 1) / (n if reduction == "mean" else 1)
+    gradient[ignored] = 0
+    return gradient.reshape(logits.shape), None
 
 
 cross_entropy.vjp_joint(cross_entropy_vjp)
