@@ -624,3 +624,28 @@ def test_jvp_of_several_inputs_and_of_a_linear_function(rng):
         tg.jvp(lambda a: a, [a], [da, db])
     with pytest.raises(ValueError, match="shape"):
         tg.jvp(lambda a: a, [a], [da[0]])
+
+
+def test_one_no_grad_object_serves_two_tasks():
+    shared, seen = tg.no_grad(), []
+
+    async def first(inside, leave):
+        with shared:
+            inside.set()
+            await leave.wait()
+        seen.append(tg.is_grad_enabled())
+
+    async def second(inside, leave):
+        await inside.wait()
+        with shared, tg.enable_grad():
+            leave.set()
+            await asyncio.sleep(0)
+            seen.append(tg.is_grad_enabled())
+        seen.append(tg.is_grad_enabled())
+
+    async def both():
+        inside, leave = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(first(inside, leave), second(inside, leave))
+
+    asyncio.run(both())
+    assert seen == [True, True, True]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import tinygrad_mha as tg
 from tinygrad_mha import engine, modes, nn, ops
+from tinygrad_mha.check import samples  # noqa: F401  # gives primitives their samples
 from tinygrad_mha.primitives import KINDS
 from tinygrad_mha.viz import GraphTooLargeError
 from tinygrad_mha.viz.diagram import dot, heat

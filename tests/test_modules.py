@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import threading
 import weakref
 
 import numpy as np
@@ -709,3 +710,43 @@ def test_a_tensor_or_module_in_a_container_that_is_not_searched_is_refused(conta
 def test_an_attribute_with_the_name_of_a_method_is_refused(name):
     with pytest.raises(AttributeError, match=f"{name} is a method of Module"):
         setattr(nn.Dropout(0.5), name, 0)
+
+
+def test_eval_mode_of_one_thread_leaves_the_other_in_train_mode():
+    model, seen = nn.Dropout(0.5, rng=0), []
+    eval_mode = model.evaluating()
+    with eval_mode:
+        threading.Thread(target=lambda: seen.append(model.training)).start()
+        with eval_mode:
+            pass
+        seen.append(model.training)
+    assert [*seen, model.training] == [True, False, True]
+
+
+def test_the_order_in_which_two_threads_leave_eval_mode_does_not_matter():
+    model, entered, left = nn.Dropout(0.5, rng=0), threading.Event(), threading.Event()
+    seen = []
+
+    def evaluate():
+        with model.evaluating():
+            entered.set()
+            left.wait()
+            seen.append(model.training)
+        seen.append(model.training)
+
+    thread = threading.Thread(target=evaluate)
+    with model.evaluating():
+        thread.start()
+        entered.wait()
+    left.set()
+    thread.join()
+    assert [model.training, *seen] == [True, False, True]
+
+
+def test_a_mode_that_is_set_while_evaluating_holds_afterwards():
+    model = nn.Dropout(0.5, rng=0)
+    with model.evaluating():
+        model.train()
+        assert not model.training
+        model.eval()
+    assert not model.training

@@ -18,13 +18,16 @@ class State(NamedTuple):
     """Whether gradients are on, whether nodes are recorded even if nothing needs a gradient, and the current scope.
 
     `observer` is None, or has `.applied(op, inputs, out)`, called after each operation on tensors, `.backward(root)`
-    and `.returned(root)`, called before and after each backward pass.
+    and `.returned(root)`, called before and after each backward pass. `evaluating` holds the ids of the modules that are
+    in eval mode here, whatever mode they have elsewhere.
     """
 
     grad: bool = True
     record: bool = False
     scope: tuple[Any, ...] = ()
     observer: Any = None
+    evaluating: frozenset[int] = frozenset()
+    entered: tuple[tuple[int, State], ...] = ()  # the context managers that are open, and the state before each
 
     @property
     def is_silent(self) -> bool:
@@ -33,6 +36,22 @@ class State(NamedTuple):
 
 
 STATE: ContextVar[State] = ContextVar("tinygrad_mha", default=State())  # noqa: B039 (a State is immutable)
+
+
+def enter(owner: object, **change: Any) -> None:
+    """Change the state until `leave(owner)`. Both act on this thread and task only, so `owner` may be shared."""
+    before = STATE.get()
+    STATE.set(before._replace(**change, entered=(*before.entered, (id(owner), before))))
+
+
+def leave(owner: object, *fields: str) -> None:
+    """Restore these fields, and no others: a scope or a mode that was opened inside may still be open."""
+    state = STATE.get()
+    i = max((i for i, (opened, _) in enumerate(state.entered) if opened == id(owner)), default=None)
+    if i is not None:  # None: a generator that was opened in one task is closed in another
+        before = state.entered[i][1]
+        entered = state.entered[:i] + state.entered[i + 1 :]
+        STATE.set(state._replace(entered=entered, **{field: getattr(before, field) for field in fields}))
 
 
 class Mode:
@@ -51,20 +70,13 @@ class Mode:
 
     def __new__(cls, function: Any = None) -> Any:
         mode = super().__new__(cls)
-        mode._before = []
         return mode if function is None else mode(function)
 
-    _before: list[State]
-
     def __enter__(self) -> None:
-        state = STATE.get()
-        self._before.append(state)
-        STATE.set(state._replace(**self.change))
+        enter(self, **self.change)
 
     def __exit__(self, *exception: object) -> None:
-        # Restore the changed fields only: a scope that was opened inside may still be open.
-        before = self._before.pop()
-        STATE.set(STATE.get()._replace(**{field: getattr(before, field) for field in self.change}))
+        leave(self, *self.change)
 
     def __call__(self, function: F) -> F:
         mode = type(self)
@@ -149,7 +161,8 @@ class scope:  # noqa: N801 (used like a function)
 
     def __enter__(self) -> None:
         self.before = before = STATE.get()
-        self.inside = State(before.grad, before.record, (*before.scope, self.entry), before.observer)
+        grad, record, scope, observer, evaluating, entered = before
+        self.inside = State(grad, record, (*scope, self.entry), observer, evaluating, entered)
         STATE.set(self.inside)
 
     def __exit__(self, *exception: object) -> None:

@@ -492,7 +492,7 @@ NO_KEYWORDS: dict[str, Any] = {}
 
 def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any] = NO_KEYWORDS) -> Tensor:
     """Apply `op` to tensors and constants. Record a node if gradients are on and an input needs one."""
-    grad_on, recording, scope, observer = STATE.get()
+    grad_on, recording, scope, observer, _, _ = STATE.get()
     if kwargs:
         kwargs = _plain_keywords(op, kwargs)
     if not (grad_on or recording) and observer is None:

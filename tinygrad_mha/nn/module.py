@@ -67,7 +67,7 @@ class Module:
     detail: str = ""
     """What pictures add to the name of the class, such as "4 heads"."""
 
-    training: bool = True
+    _training: bool = True
     _name: str = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +195,15 @@ class Module:
 
     # ----------------------------------------------------------------------------------------------- modes and dtypes
 
+    @property
+    def training(self) -> bool:
+        """Whether the module is in train mode, in which dropout is on. Inside of `evaluating` it is not."""
+        return self._training and id(self) not in modes.STATE.get().evaluating
+
+    @training.setter
+    def training(self, training: bool) -> None:
+        object.__setattr__(self, "_training", training)
+
     def train(self, mode: bool = True) -> Self:
         """Set train mode (or, with `mode=False`, eval mode) for this module and all modules in it."""
         for _, module in self.named_modules():
@@ -206,7 +215,7 @@ class Module:
         return self.train(False)
 
     def evaluating(self) -> EvalMode[Self]:
-        """A context manager: eval mode inside; afterwards each module has its previous mode again.
+        """A context manager: eval mode inside, for this thread and task only; elsewhere the model may train.
 
         The modules are collected once, at the call; the result may be entered repeatedly, as in a loop.
         """
@@ -263,20 +272,15 @@ class EvalMode(Generic[M]):
 
     def __init__(self, module: M) -> None:
         self._module = module
-        self._modules = [found for _, found in module.named_modules()]
-        self._before: list[list[bool]] = []
+        self._modules = [found for _, found in module.named_modules()]  # held, so that their ids stay theirs
+        self._ids = frozenset(map(id, self._modules))
 
     def __enter__(self) -> M:
-        self._before.append([module.training for module in self._modules])
-        self._set([False] * len(self._modules))
+        modes.enter(self, evaluating=modes.STATE.get().evaluating | self._ids)
         return self._module
 
     def __exit__(self, *exception: object) -> None:
-        self._set(self._before.pop())
-
-    def _set(self, modes: list[bool]) -> None:
-        for module, training in zip(self._modules, modes, strict=True):
-            object.__setattr__(module, "training", training)  # faster: a bool contains no modules
+        modes.leave(self, "evaluating")
 
 
 def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tuple[str, Any]]:
