@@ -18,8 +18,8 @@ class State(NamedTuple):
     """Whether gradients are on, whether nodes are recorded even if nothing needs a gradient, and the current scope.
 
     `observer` is None, or has `.applied(op, inputs, out)`, called after each operation on tensors, `.backward(root)`
-    and `.returned(root)`, called before and after each backward pass. `evaluating` holds the ids of the modules that are
-    in eval mode here, whatever mode they have elsewhere.
+    and `.returned(root)`, called before and after each backward pass. `evaluating` holds the ids of the modules that
+    are in eval mode here, whatever mode they have elsewhere.
     """
 
     grad: bool = True
