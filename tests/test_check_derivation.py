@@ -13,6 +13,7 @@ RNG = np.random.default_rng(0)
 SHAPES = {"X": (T, C), "W_Q": (C, D), "W_K": (C, D), "W_V": (C, D_V), "W_O": (D_V, C), "b": (C,)}
 INPUTS = {name: RNG.standard_normal(shape) for name, shape in SHAPES.items()}
 ALLOW = np.tri(T, dtype=bool)
+WRONG_SUM = "a sum is over the wrong axis: with axis={} in place of axis={} it is right"
 
 
 def attend(X, W_Q, W_K, W_V, W_O, b):
@@ -47,7 +48,7 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
     assert verdict.first_wrong is None
     names = [finding.name for finding in verdict.findings]
     assert sorted(names) == sorted(RIGHT)
-    assert names[:6] == ["dH", "dP", "dM", "dS", "dV", "dK"]
+    assert names[:6] == ["db", "dW_O", "dH", "dP", "dM", "dS"]
     assert all(f.details["difference"] < 1e-12 for f in verdict.findings)
 
 
@@ -67,7 +68,13 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
         ("dX", lambda dV, W_V: dV @ W_V.T, "what comes through Q, K is missing"),
         ("dX", lambda **_: np.ones((T, C)), ""),
         ("dX", lambda **_: np.full((T, C), np.nan), ""),
-        ("dW_Q", lambda dQ, X: X @ dQ, ""),
+        ("dW_Q", lambda dQ, X: X @ dQ, "an operand is transposed: with X.mT in place of X it is right"),
+        ("dP", lambda dH, V: dH @ V, "an operand is transposed: with V.mT in place of V it is right"),
+        ("dV", lambda dH, P: P @ dH, "an operand is transposed: with P.mT in place of P it is right"),
+        ("db", lambda dY: dY.sum(axis=1), WRONG_SUM.format(-2, 1)),
+        ("dM", lambda dP, P: P * (dP - (P * dP).sum(axis=0, keepdims=True)), WRONG_SUM.format(-1, 0)),
+        ("dM", lambda dP, P: P * (dP - np.sum(P * dP, 0, keepdims=True)), WRONG_SUM.format(-1, 0)),
+        ("dQ", lambda dS, K: -dS @ K, "a factor of -1/sqrt(7) is missing"),
     ],
 )
 def test_one_wrong_formula_is_the_only_one_and_its_cause_is_named(name, formula, cause):
@@ -135,6 +142,20 @@ def test_an_error_of_a_formula_is_its_finding():
     assert "raises ValueError: matmul" in verdict.failed[0].message
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_gradients_of_inputs_come_after_those_of_the_stages_computed_from_them(order):
+    wrong = {name: (lambda **_: np.zeros(1)) for name in ("dX", "dW_Q", "dQ", "dK", "dW_O")[::order]}
+    names = [finding.name for finding in check.derivation(attend, INPUTS, wrong).failed]
+    assert names[0] == "dW_O"
+    assert max(names.index("dQ"), names.index("dK")) < names.index("dX")
+    assert names.index("dQ") < names.index("dW_Q")
+
+
+def test_a_formula_without_return_is_told():
+    verdict = check.derivation(attend, INPUTS, {"dS": lambda dM: None})
+    assert verdict.failed[0].message == "raises TypeError: the formula returns None: does it end with return?"
+
+
 def test_a_detached_path_is_found_by_finite_differences():
     verdict = check.derivation(lambda x: x * x.detach(), {"x": RNG.standard_normal(T)}, {"dx": lambda dY, x: dY * x})
     assert verdict.failed[0].message == "autodiff and finite differences disagree"
@@ -186,6 +207,8 @@ def test_the_verdict_is_a_table_and_plain_data():
     ("forward", "formulas", "error", "message"),
     [
         (lambda x: x.tanh(), {"dS": lambda: 0}, ValueError, "no stage for dS; they can be given for dx, dY"),
+        (lambda x: x.tanh(), [np.tanh], TypeError, "formulas must be a dict, such as {'dS': function}, got list"),
+        (lambda x: x.tanh(), {"dx": 1.0}, TypeError, "the formula of dx must be a function, got float"),
         (lambda x: x.tanh(), {}, ValueError, "no formulas; they can be given for dx, dY"),
         (lambda x: x.tanh(), {"dx": lambda dZ: dZ}, ValueError, "asks for dZ; there are x, Y, dY"),
         (lambda x: x.tanh(), {"dY": lambda dY: dY}, ValueError, "asks for dY"),

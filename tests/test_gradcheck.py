@@ -128,6 +128,7 @@ def test_a_check_that_cannot_fail_is_refused(f, rng):
     report = failed_report(f, rng.standard_normal((3, 5)))
     assert report.entries[0].status == "vacuous"
     assert "could not fail" in str(report)
+    assert report.verdict == "proves nothing, because the gradient of x is zero everywhere"
 
 
 def test_a_dead_relu_is_refused():
@@ -145,6 +146,15 @@ def test_dropout_is_refused_as_not_deterministic(rng):
     draw = np.random.default_rng(0)
     report = failed_report(lambda x: x * (draw.random(x.shape) < 0.5), rng.standard_normal((5, 7)))
     assert "not deterministic" in report.problem
+    assert report.verdict.startswith("proves nothing, because it is not deterministic")
+
+
+def test_the_generators_of_a_module_are_put_back(rng):
+    dropout = tg.nn.Dropout(0.5, rng=0)
+    (generator,) = dropout.generators().values()
+    before = generator.bit_generator.state
+    failed_report(dropout, rng.standard_normal((5, 7)))
+    assert generator.bit_generator.state == before
 
 
 def test_dropout_that_resets_its_seed_passes(rng):
@@ -294,6 +304,43 @@ def test_a_kink_closer_than_the_step_is_not_reported():
 def test_large_values_do_not_excuse_a_wrong_rule(rng):
     square = make_primitive(with_name("square", lambda x: x * x), lambda g, y, x: 2.002 * g * x)
     failed_report(lambda x: 1e9 + square(x), rng.standard_normal(5) + 3)
+
+
+def test_rounding_excuses_an_error_of_a_ten_thousandth_at_most(rng):
+    square = make_primitive(with_name("square", lambda x: x * x), lambda g, y, x: (2 + 3e-4) * g * x)
+    failed_report(lambda x: 1e5 + square(x), np.ones(1))
+
+
+def test_the_step_is_relative_to_the_element_that_moves():
+    assert gradcheck(lambda x: (x * np.array([1e-18, 1.0])).tanh(), np.array([0.7e18, 0.7])).ok
+
+
+def test_a_wrong_rule_is_no_kink_where_the_slope_changes_fast():
+    # Beside its minimum, the slopes of x^2 to the left and to the right enclose this rule, but not for small steps.
+    square = make_primitive(with_name("square", lambda x: x * x), lambda g, y, x: g * 2 * x * (1 + 2e-5))
+    assert failed_report(square, np.array([1e-3])).entries[0].kinks == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_nan_is_the_worst_element(place):
+    factor = np.full(3, 3.0)
+    factor[place] = np.nan
+    double = make_primitive(with_name("double", lambda x: 2 * x), lambda g, y, x: g * factor)
+    assert failed_report(double, np.array([1.0, -2.0, 3.0])).worst.index == (place,)
+
+
+def test_a_function_that_is_infinite_beside_the_point_does_not_agree_with_any_rule():
+    bad = make_primitive(with_name("wall", lambda x: np.where(x > 1, np.inf, x)), lambda g, y, x: 3 * g)
+    failed_report(bad, np.ones(1))
+
+
+def test_a_right_rule_passes_though_every_difference_has_rounding_errors(rng):
+    assert gradcheck(lambda x: 1e10 + x * x, rng.standard_normal(5) + 3).ok
+
+
+@pytest.mark.parametrize(("n", "checked"), [(199, 199), (200, 200), (201, 200), (1009, 200)])
+def test_of_a_tensor_of_more_than_200_elements_200_are_compared(n, checked, rng):
+    assert gradcheck(lambda x: x.tanh(), rng.standard_normal(n)).entries[0].checked == checked
 
 
 def test_truncation_does_not_excuse_a_wrong_rule():

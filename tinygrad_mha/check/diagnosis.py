@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tinygrad_mha import engine
+from tinygrad_mha.check.gradient_check import is_floating
 from tinygrad_mha.check.verdict import Finding, Verdict
 from tinygrad_mha.engine import Node
 from tinygrad_mha.modes import STATE
@@ -339,10 +340,6 @@ def add_source(node: Node, line: str) -> SourcedNode:
         setattr(twin, name, getattr(node, name))
     twin.source = line
     return twin
-
-
-def is_floating(x: Any) -> bool:
-    return isinstance(x, float) or (isinstance(x, np.ndarray) and x.dtype.kind == "f")
 
 
 def written_at(x: Tensor) -> int:

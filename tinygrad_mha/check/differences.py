@@ -110,7 +110,7 @@ class Comparison:
         line = Line(self.x, direction, self.loss)
         difference, agrees, sweep = self._measure(line, index)
         entry = self.entry
-        is_worst = entry.worst is None or not difference.absolute <= entry.worst.absolute  # nan is the worst
+        is_worst = entry.worst is None or difference.absolute > entry.worst.absolute
         # `entry.worst` is the worst element that agrees, until one is wrong; from then on it is the worst wrong one.
         if agrees:
             if entry.status == "ok" and is_worst:
@@ -149,7 +149,8 @@ class Comparison:
         scale = largest(self.gradient)
         if scale > ZERO * self.condition:
             rounding = min(rounding, MAX_ROUNDING * scale)
-        return d.absolute <= self.rtol * max(abs(d.analytic), abs(d.numeric)) + self.atol * scale + rounding
+        allowed = self.rtol * max(abs(d.analytic), abs(d.numeric)) + self.atol * scale + rounding
+        return math.isfinite(d.absolute) and d.absolute <= allowed
 
     def _settle(
         self, sweep: list[tuple[float, float]], line: Line, first: Difference

@@ -173,9 +173,9 @@ def set_zero_status(entry: Entry, reached: bool, expected: bool) -> None:
     elif reached:
         entry.status = "vacuous"
         entry.note = (
-            "the output is built on it, but its gradient is zero everywhere, so this check could not fail. A .sum()\n"
-            "after softmax or layer norm does that: return the tensor itself. If zero is right, as for a bias that is\n"
-            f"the same for all keys, pass zero=[{entry.name!r}]"
+            "the output is built on it, so this check could not fail. A .sum() after softmax or layer norm does that:\n"
+            "return the tensor itself. If zero is right, as for a bias that is the same for all keys, pass\n"
+            f"zero=[{entry.name!r}]"
         )
     else:
         entry.status = "ignored"
@@ -258,8 +258,8 @@ def find_problem(f: Callable[[], list[Tensor]]) -> str:
     equal = [np.array_equal(v, w, equal_nan=True) for v, w in zip(values, again, strict=False)]
     if len(values) != len(again) or not all(equal):
         return (
-            "not deterministic: two calls with the same input give different values, so no difference means "
-            "anything. Dropout? Put the module into eval(), or draw the mask outside and pass it in"
+            "it is not deterministic: two calls with the same input give different values. "
+            "Dropout? Put the module into eval(), or draw the mask outside and pass it in"
         )
     if not all(np.isfinite(v).all() for v in values):
         return "the function has values that are inf or nan here; check it at another point"

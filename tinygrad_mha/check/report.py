@@ -14,7 +14,7 @@ class Difference:
     """An analytic and a numeric derivative with respect to the element `index` of the tensor `name`.
 
     Attributes:
-        absolute: |analytic - numeric|.
+        absolute: |analytic - numeric|; infinite if one of them is nan.
         relative: `absolute` divided by the larger of the two sizes; 0 if both derivatives are 0.
     """
 
@@ -29,6 +29,8 @@ class Difference:
         size = max(abs(self.analytic), abs(self.numeric))
         self.absolute = abs(self.analytic - self.numeric)
         self.relative = self.absolute / size if size else 0.0
+        if not math.isfinite(self.absolute):
+            self.absolute = self.relative = math.inf
 
     def __str__(self) -> str:
         element = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
@@ -91,22 +93,31 @@ class GradcheckReport:
         """The element with the largest relative error, among the wrong ones if there are any."""
         wrong = [e.worst for e in self.entries if e.worst and e.status == "wrong"]
         candidates = wrong or [e.worst for e in self.entries if e.worst]
-        return max(candidates, key=lambda d: math.inf if math.isnan(d.relative) else d.relative, default=None)
+        return max(candidates, key=lambda d: d.relative, default=None)
+
+    @property
+    def verdict(self) -> str:
+        """`ok`; `FAILED`, if a gradient is wrong; else `proves nothing, because ...`."""
+        if self.ok:
+            return "ok"
+        if any(e.status in ("wrong", "cut") for e in self.entries):
+            return "FAILED"
+        vacuous = ", ".join(e.name for e in self.entries if e.status == "vacuous")
+        return f"proves nothing, because {self.problem or f'the gradient of {vacuous} is zero everywhere'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python data, ready for JSON."""
         return {
             "function": self.function,
             "ok": self.ok,
+            "verdict": self.verdict,
             "problem": self.problem,
             "worst": asdict(self.worst) if self.worst else None,
             "entries": [asdict(e) for e in self.entries],
         }
 
     def __str__(self) -> str:
-        lines = [f"gradcheck of {self.function}: {'ok' if self.ok else 'FAILED'}"]
-        if self.problem:
-            lines.append(f"  {self.problem}")
+        lines = [f"gradcheck of {self.function}: {self.verdict}"]
         width = max((len(e.name) for e in self.entries), default=0)
         for e in self.entries:
             worst = f"largest error {e.worst.absolute:.1e} ({e.worst.relative:.1e} relative)" if e.worst else ""

@@ -6,6 +6,7 @@ run judges all of them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -26,9 +27,8 @@ from tinygrad_mha.tensors import Tensor, plain
 __all__ = ["DerivationVerdict", "derivation"]
 
 TOLERANCE = 1e-8  # relative to the largest element of the right gradient
+MOST_REDUCTIONS = 4  # of a formula, the axes of the first sums and means are tried
 MOST_PATHS = 5  # of a stage with more users, it is not tried which of them a formula leaves out
-
-Formula = Callable[..., Any]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class DerivationVerdict(Verdict):
 def derivation(
     forward: Any,
     inputs: Mapping[str, Any],
-    formulas: Mapping[str, Formula],
+    formulas: Mapping[str, Callable[..., Any]],
     *,
     grad_output: Any = None,
     seed: int = 0,
@@ -81,13 +81,14 @@ def derivation(
 
     Returns:
         The verdict: `.ok`, `.first_wrong`, `.findings`. A wrong formula is shown with its worst element and, if a
-        simple repair makes it right, with the cause: a sign, factor, transpose, shape, row sum, sum over a broadcast
-        axis, mask or path.
+        simple repair makes it right, with the cause: a sign, factor, transpose, shape, row sum, sum over a broadcast or
+        wrong axis, transposed operand, mask or path.
 
     Raises:
         ValueError: no formulas, one of an unknown stage or with an unknown parameter; two stages with one name; an
             output that is not finite, or differs between two calls.
-        TypeError: `forward` returns no tensor, or not one computed in float64 from its floating inputs.
+        TypeError: `inputs` or `formulas` is no dict, a formula is no function, or `forward` returns no tensor, or not
+            one computed in float64 from its floating inputs.
 
     Example:
         >>> def forward(S, V):
@@ -101,6 +102,13 @@ def derivation(
           dS        (2, 3)     2.0e+00  FAILED: [1, 2] formula 2.3322, autodiff 0.331623, finite differences 0.331623
                                         cause: a row sum is missing: dS - P * dS.sum(axis=-1, keepdims=True) is right
     """
+    for name, given in (("inputs", inputs), ("formulas", formulas)):
+        if not isinstance(given, Mapping):
+            shape = "{'S': array}" if name == "inputs" else "{'dS': function}"
+            raise TypeError(f"{name} must be a dict, such as {shape}, got {type(given).__name__}")
+    for name, function in formulas.items():
+        if not callable(function):
+            raise TypeError(f"the formula of {name} must be a function, got {type(function).__name__}")
     rng = np.random.default_rng(seed)
     with parameters_in_float64(forward) as parameters, modes.enable_grad():
         arguments = {name: make_leaf(x, name) if is_floating(x) else x for name, x in inputs.items()}
@@ -119,12 +127,13 @@ def derivation(
             what = f"there is no stage for {', '.join(unknown)}" if unknown else "there are no formulas"
             raise ValueError(f"{what}; they can be given for {', '.join(f'd{name}' for name in gradients)}")
         verdict = DerivationVerdict(getattr(forward, "__name__", None) or type(forward).__name__)
-        for name in sorted(formulas, key=lambda name: -made_at(stages[name[1:]])):
+        for name in sorted(formulas, key=lambda name: -run.needed_at(stages[name[1:]])):
             stage = stages[name[1:]]
             known = {key: plain(x) for key, x in (dict(inputs) | stages).items()}
             known |= {f"d{key}": g for key, g in gradients.items() if made_at(stages[key]) > made_at(stage)}
+            formula = Formula(name, formulas[name], known)
             reference = make_reference(name, stage, run, evaluate)
-            verdict.findings.append(judge(formulas[name], known, reference, run.split_gradient(stage), rng))
+            verdict.findings.append(judge(formula, reference, run.split_gradient(stage), rng))
     return verdict
 
 
@@ -161,6 +170,13 @@ class RecordedRun:
         pairs = list(engine.sweep(y, cotangent))
         self.gradients = {id(value): g for value, g in pairs}
         self.condition = measure_condition(pairs)
+
+    def needed_at(self, stage: Tensor) -> float:
+        """The time at which a stage was computed; of an input, just before the first stage computed from it."""
+        if stage.node:
+            return stage.node.stamp
+        uses = (value.node.stamp for value in self.order if value.node and any(x is stage for x in value.node.inputs))
+        return min(uses, default=0.5) - 0.5
 
     def replay(self, stage: Tensor, array: np.ndarray) -> np.ndarray:
         """The output if `stage` were `array`: the operations that follow it run again."""
@@ -201,11 +217,7 @@ def make_reference(name: str, stage: Tensor, run: RecordedRun, forward: Callable
 
 
 def judge(
-    formula: Formula,
-    known: dict[str, Any],
-    reference: Comparison,
-    parts: list[tuple[str, np.ndarray]],
-    rng: np.random.Generator,
+    formula: Formula, reference: Comparison, parts: list[tuple[str, np.ndarray]], rng: np.random.Generator
 ) -> Finding:
     """Compare what one formula gives with the right gradient; `parts` are what each use of the stage contributes."""
     name, x, right = reference.entry.name, reference.x, reference.gradient
@@ -213,14 +225,16 @@ def judge(
     if not reference.agrees(rng.choice([-1.0, 1.0], x.shape) * np.isfinite(x)):
         cause = "a kink (relu at 0), a detached path, or a wrong rule of a primitive: see tg.gradcheck"
         return Finding(name, "failed", "autodiff and finite differences disagree", cause, details=details)
-    given = evaluate_formula(name, formula, known)
-    if isinstance(given, Exception):
-        return Finding(name, "failed", f"raises {type(given).__name__}: {given}", details=details)
     atol = TOLERANCE * largest(right) + ZERO * reference.condition / max(1.0, largest(x))
 
     def is_right(array: np.ndarray) -> bool:
         return array.shape == right.shape and bool((np.abs(array - right) <= atol).all())
 
+    try:
+        given = formula.compute()
+    except Exception as error:
+        cause = next((words for words, array in formula.list_changes() if is_right(array)), "")
+        return Finding(name, "failed", f"raises {type(error).__name__}: {error}", cause, details=details)
     fits = given.shape == right.shape
     if fits:
         details["difference"] = float(np.abs(given - right).max(initial=0.0))
@@ -229,13 +243,16 @@ def judge(
             return Finding(name, "passed", details=details)
         reason = "the gradient is 0 everywhere, so this cannot fail: a .sum() after softmax or layer norm?"
         return Finding(name, "does not apply", reason, details=details)
-    arrays = {key: value for key, value in known.items() if isinstance(value, np.ndarray) and np.isfinite(value).all()}
-    repairs = list_repairs(name, given, right, arrays, parts)
+    repairs = itertools.chain(
+        list_repairs(name, given, right, formula.arrays(), parts),
+        formula.list_changes(),
+        list_missing_paths(given, parts),
+    )
     cause = next((words for words, array in repairs if is_right(array)), "")
     if not fits:
         return Finding(name, "failed", f"has the shape {given.shape}", cause, details=details)
-    error = np.nan_to_num(np.abs(given - right), nan=np.inf)
-    index = tuple(int(i) for i in np.unravel_index(error.argmax(), error.shape))
+    errors = np.nan_to_num(np.abs(given - right), nan=np.inf)
+    index = tuple(int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
     values = {"formula": given[index], "autodiff": right[index]}
     if np.isfinite(x[index]):  # masked scores are -inf: they cannot move
         reference.check_element(index)
@@ -246,24 +263,72 @@ def judge(
     return Finding(name, "failed", message, cause, {"element": index} | values, details)
 
 
-def evaluate_formula(name: str, formula: Formula, known: dict[str, Any]) -> np.ndarray | Exception:
-    """What a formula returns, or the error that it raises.
+class Formula:
+    """A formula with what it may use.
 
     Raises:
         ValueError: it has a parameter of another name than those in `known`.
     """
-    parameters = inspect.signature(formula).parameters.values()
-    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    missing = [key for key, p in named.items() if p.default is p.empty and key not in known]
-    if missing:
-        raise ValueError(f"the formula of {name} asks for {', '.join(missing)}; there are {', '.join(known)}")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    # Copies, because a formula may write to what it is given.
-    arguments = {key: copy.deepcopy(value) for key, value in known.items() if takes_all or key in named}
-    try:
-        return np.asarray(plain(formula(**arguments)), np.float64)
-    except Exception as error:
-        return error
+
+    def __init__(self, name: str, function: Callable[..., Any], known: dict[str, Any]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        missing = [key for key, p in named.items() if p.default is p.empty and key not in known]
+        if missing:
+            raise ValueError(f"the formula of {name} asks for {', '.join(missing)}; there are {', '.join(known)}")
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.name, self.function, self.known = name, function, known
+        self.arguments = {key: value for key, value in known.items() if takes_all or key in named}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The finite arrays that it could use."""
+        return {key: x for key, x in self.known.items() if isinstance(x, np.ndarray) and np.isfinite(x).all()}
+
+    def compute(self, **changed: Any) -> np.ndarray:
+        """What it returns, for copies of its arguments, because it may write to them."""
+        result = self.function(**copy.deepcopy(self.arguments | changed))
+        if result is None:
+            raise TypeError("the formula returns None: does it end with return?")
+        return np.array(plain(result), np.float64)
+
+    def list_changes(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Single changes, a sum or mean over another axis or a transposed operand: in words, and the result."""
+        operands = {key: x for key, x in self.arguments.items() if isinstance(x, np.ndarray) and x.ndim >= 2}
+        for number, axis in itertools.product(range(MOST_REDUCTIONS), (-1, -2, -3)):
+            reductions = Reductions(number, axis)
+            with contextlib.suppress(Exception):
+                result = self.compute(**{key: reductions.watch(x) for key, x in operands.items()})
+                place = f"axis={axis} in place of axis={reductions.old}"
+                yield f"a {reductions.name} is over the wrong axis: with {place} it is right", result
+        for key, x in operands.items():
+            with contextlib.suppress(Exception):  # shapes may not fit
+                words = f"an operand is transposed: with {key}.mT in place of {key} it is right"
+                yield words, self.compute(**{key: x.mT})
+
+
+class Reductions:
+    """The sums and means of the arrays that it watches, in the order of the calls; one is taken over another axis.
+
+    Attributes:
+        number, axis: which one, and the axis that it gets.
+        name, old: "sum" or "mean", and the axis that was asked for.
+    """
+
+    def __init__(self, number: int, axis: int) -> None:
+        self.number, self.axis = number, axis
+        self.name, self.old = "", None
+
+        def reduce(name: str, x: np.ndarray, axis: Any = None, **options: Any) -> Any:
+            if self.number == 0:
+                self.name, self.old, axis = name, axis, self.axis
+            self.number -= 1
+            return self.watch(getattr(x.view(np.ndarray), name)(axis=axis, **options))
+
+        class Watched(np.ndarray):
+            sum = functools.partialmethod(lambda x, *args, **options: reduce("sum", x, *args, **options))
+            mean = functools.partialmethod(lambda x, *args, **options: reduce("mean", x, *args, **options))
+
+        self.watch = lambda x: np.asarray(x).view(Watched)
 
 
 def list_repairs(
@@ -305,6 +370,10 @@ def list_repairs(
         reduced = getattr(inner, kind)(axis=axis, keepdims=True)
         words = f"{name} - {factor_name}{inner_name}.{kind}(axis={axis}, keepdims=True)"
         yield f"a {'row ' * (axis == -1)}{kind} is missing: {words} is right", given - array * reduced
+
+
+def list_missing_paths(given: np.ndarray, parts: list[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """What a formula gave, with the contributions of some uses of the stage added; in words, and the result."""
     for n in range(1, len(parts) if len(parts) <= MOST_PATHS else 0):
         for left_out in itertools.combinations(parts, n):
             names = ", ".join(part_name for part_name, _ in left_out)
@@ -315,6 +384,6 @@ def write_factor(factor: float, lengths: set[int]) -> str:
     """A factor as a power of a length that occurs, if it is one: "1/sqrt(7)"."""
     for n in sorted(lengths - {0, 1}):
         for text, value in {f"1/sqrt({n})": n**-0.5, f"sqrt({n})": n**0.5, f"1/{n}": 1 / n, f"{n}": float(n)}.items():
-            if np.isclose(factor, value, rtol=TOLERANCE, atol=0):
-                return text
+            if np.isclose(abs(factor), value, rtol=TOLERANCE, atol=0):
+                return f"-{text}" if factor < 0 else text
     return f"{factor:.9g}"
