@@ -11,8 +11,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["as_ids", "as_index", "check_boolean", "check_choice", "check_count", "check_ids", "check_integer"]
-__all__ += ["check_number", "check_probability", "check_width", "is_integer", "is_number"]
+__all__ = [
+    "NUMPY_KEYWORDS",
+    "as_ids",
+    "as_index",
+    "check_boolean",
+    "check_choice",
+    "check_count",
+    "check_ids",
+    "check_integer",
+]
+__all__ += ["check_number", "check_probability", "check_width", "is_integer", "is_number", "unknown_keyword"]
 
 
 def is_integer(x: Any) -> bool:
@@ -132,3 +141,13 @@ def as_index(index: Any) -> np.ndarray:
     """Return a list as an index array. An empty list is one of integers, where NumPy alone makes it one of floats."""
     array = np.asarray(index)
     return array if array.size else array.astype(np.intp)
+
+
+def unknown_keyword(function: str, unknown: Iterable[str]) -> TypeError:
+    """The error for keywords that `function` does not have; those of PyTorch are translated."""
+    name = next(iter(unknown))
+    hint = f": it is called {NUMPY_KEYWORDS[name]} here, as in NumPy" if name in NUMPY_KEYWORDS else ""
+    return TypeError(f"{function} has no argument {name!r}{hint}")
+
+
+NUMPY_KEYWORDS = {"dim": "axis", "dims": "axis", "keepdim": "keepdims", "correction": "ddof", "unbiased": "ddof"}

@@ -10,6 +10,7 @@ times tells whether a leaf was written to after a node had used it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -175,7 +176,11 @@ def backprop_node(value: Any, g: Any, gradients: dict[int, Any], differentiable:
             gradient = joint[i]
         else:
             rule = rules[i] if rules is not None else rule_of(op, i)
-            gradient = rule(*call, **kwargs) if kwargs else rule(*call)  # an empty ** costs time
+            try:
+                gradient = rule(*call, **kwargs) if kwargs else rule(*call)  # an empty ** costs time
+            except TypeError as error:
+                check_signature(node, i, rule, call)
+                raise error
         x = operands[i]
         # Most gradients fit already; `is` is faster than ==, and `match_operand` accepts what it lets through.
         if gradient.__class__ is not x.__class__ or gradient.shape != x.shape or gradient.dtype is not x.dtype:
@@ -223,6 +228,21 @@ def rule_of(op: Primitive[..., Any], i: int) -> Any:
     return rule
 
 
+def check_signature(node: Node, i: int, rule: Any, call: tuple[Any, ...]) -> None:
+    """Raise TypeError if the rule of argument `i` does not take what rules are called with."""
+    try:
+        inspect.signature(rule).bind(*call, **node.kwargs)
+    except TypeError as error:
+        op = node.op
+        residuals = [f"residual_{k}" for k in range(len(node.residuals))]
+        operands = [op.argument_name(k) for k in range(len(node.inputs))]
+        arguments = ", ".join(["g", "y", *residuals, *operands, *node.kwargs])
+        raise TypeError(
+            f"the rule of primitive {op.name!r} for its argument {op.argument_name(i)!r} is called as "
+            f"rule({arguments}), where y is the result; it does not accept that: {error}"
+        ) from None
+
+
 def add_gradients(a: Any, b: Any) -> Any:
     """`a + b`, as an array where NumPy alone would give a scalar (of 0-d arrays)."""
     result = a + b
@@ -237,6 +257,11 @@ def match_operand(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any
         gradient = type(x)(gradient)
     elif gradient.__class__ is not ndarray and not is_value(gradient):
         gradient = np.asarray(gradient)
+    if gradient.dtype.kind not in "fiub":
+        raise TypeError(
+            f"the rule of primitive {op.name!r} for its argument {op.argument_name(i)!r} must return real numbers, got "
+            f"{gradient.dtype}"
+        )
     if gradient.shape != x.shape:
         gradient = unbroadcast(gradient, x, op, i)
     return gradient if gradient.dtype == x.dtype else gradient.astype(x.dtype)

@@ -66,10 +66,11 @@ class Optimizer:
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Others are unchanged: no decay, no state."""
+        for p in self.parameters:
+            _check_step(p)
         for p, state, group in self._entries():
             if p.grad is None:
                 continue
-            _check_gradient(p)
             if not state:
                 state.update(self._new_state(p._data, group))
             self._update(p._data, p.grad, state, group)
@@ -250,12 +251,23 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     occurs twice counts once. If the norm is inf or nan the gradients are unchanged: check the result and skip the step.
 
     Raises:
-        ValueError: `max_norm` is negative or nan.
+        TypeError: `params` are not tensors.
+        ValueError: no parameters, `max_norm` is negative or nan, or a gradient is not a writable array of the shape and
+            dtype of its parameter. In this case nothing is changed.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be 0 or more (inf only measures), got {max_norm}")
-    params = [params] if isinstance(params, Tensor) else params
-    gradients = [p.grad for p in {id(p): p for p in params}.values() if p.grad is not None]
+    tensors = [params] if isinstance(params, Tensor) else list(_check_iterable(params))
+    if not tensors:
+        raise ValueError("expected parameters, got none: pass a list, because an iterator is empty once it was used")
+    for p in tensors:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"a parameter must be a Tensor, got {type(p).__name__}")
+        if p.grad is not None:
+            _check_gradient(p)
+            if not p.grad.flags.writeable:
+                raise ValueError(f"the gradient of {_label(p)} is a read-only array, which cannot be scaled: copy it")
+    gradients = [p.grad for p in {id(p): p for p in tensors}.values() if p.grad is not None]
     norm = global_norm(gradients)
     factor = max_norm / (norm + 1e-6)
     if math.isfinite(norm) and factor < 1:
@@ -317,11 +329,18 @@ def warmup_cosine(step: int, max_lr: float, min_lr: float = 0.0, warmup: int = 0
 # Checks
 
 
+def _check_iterable(params: Any) -> Iterable[Any]:
+    if not hasattr(params, "__iter__"):
+        hint = ": pass .parameters()" if hasattr(params, "parameters") else ""
+        raise TypeError(f"expected tensors, got a {type(params).__name__}{hint}")
+    return params
+
+
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """An iterable of tensors or of groups, as a list of groups."""
     if isinstance(params, (Tensor, dict)):
         raise TypeError(f"params must be an iterable of tensors or of groups, got a {type(params).__name__}")
-    entries = list(params)
+    entries = list(_check_iterable(params))
     if entries and all(isinstance(entry, dict) for entry in entries):
         return entries
     return [{"params": entries}]
@@ -353,6 +372,15 @@ def _check_options(options: dict[str, Any]) -> None:
                 raise ValueError(f"betas must be two numbers in [0, 1), got {value}")
         else:
             check_number(value, key)
+
+
+def _check_step(p: Tensor) -> None:
+    """Raise ValueError unless `p` can be updated by its gradient, or has none."""
+    if p.grad is None:
+        return
+    if not p._data.flags.writeable:
+        raise ValueError(f"{_label(p)} is a read-only view, which cannot be updated: copy it first, Tensor(t.numpy())")
+    _check_gradient(p)
 
 
 def _check_gradient(p: Tensor) -> None:

@@ -14,9 +14,10 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 import numpy as np
 from numpy import ndarray
 
+from tinygrad_mha.arguments import NUMPY_KEYWORDS, unknown_keyword
 from tinygrad_mha.notation import Call, FormulaWriter, write_call
 
-__all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_operand", "from_data", "primitive"]
+__all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_dtype", "as_operand", "from_data", "primitive"]
 
 REGISTRY: dict[str, Primitive[..., Any]] = {}
 
@@ -176,6 +177,8 @@ class Primitive(Generic[P, R_co]):
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:  # type: ignore[misc]  # P cannot describe this
         if self.arrange is not None:
             inputs, keywords = self.arrange(inputs, keywords)
+        if keywords and self.variadic and not self.keywords_known.issuperset(keywords):
+            raise unknown_keyword(self.name, keywords.keys() - self.keywords_known)
         if keywords and not self.variadic and not self.keywords_known.issuperset(keywords):
             inputs, keywords = self._by_position(inputs, keywords)
         if self.defaults and len(keywords) < len(self.keywords):
@@ -184,11 +187,12 @@ class Primitive(Generic[P, R_co]):
             inputs = self._complete(inputs)
         arrays: list[Any] = []
         for x in inputs:
-            if x is not None and x.__class__ is not ndarray:  # most are arrays, and looking for the method takes time
-                apply = getattr(x, "__apply_primitive__", None)
-                if apply is not None:
-                    return apply(self, inputs, keywords)
-                x = as_operand(x)
+            if x is not None:
+                if x.__class__ is not ndarray:  # most are arrays, and looking for the method takes time
+                    apply = getattr(x, "__apply_primitive__", None)
+                    if apply is not None:
+                        return apply(self, inputs, keywords)
+                x = as_operand(x, inputs)
             arrays.append(x)
         return self.compute(arrays, keywords)
 
@@ -198,15 +202,15 @@ class Primitive(Generic[P, R_co]):
             value = self.forward(*arrays, **keywords)
         except self.EXPLAINED as error:
             raise self.explain(error, arrays, keywords) from error
-        if value.__class__ is tuple:
-            value = value[0]
-        return value if value.__class__ is ndarray else np.asarray(value)
+        return value if value.__class__ is ndarray else self.value_and_residuals(value)[0]
 
-    @staticmethod
-    def value_and_residuals(result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
+    def value_and_residuals(self, result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
         """Split the result of a forward into the value, always an array, and the residuals for its rules."""
         value, *residuals = result if result.__class__ is tuple else (result,)
-        return np.asarray(value), tuple(residuals)
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiubc":
+            raise TypeError(f"primitive {self.name!r} must return an array of numbers, got {type(value).__name__}")
+        return array, tuple(residuals)
 
     def _by_position(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move array arguments that were given by name to their positions; optional ones that are missing are None."""
@@ -214,6 +218,8 @@ class Primitive(Generic[P, R_co]):
         free = self.arguments[len(inputs) :]
         unknown = [name for name in named if name not in free]
         if unknown:
+            if unknown[0] in NUMPY_KEYWORDS:
+                raise unknown_keyword(self.name, unknown)
             shapes = ", ".join(str(np.shape(x)) for x in inputs)
             raise TypeError(
                 f"{self.name} has no argument {unknown[0]!r}, or it is one of the arrays given by position (shapes "
@@ -240,30 +246,98 @@ class Primitive(Generic[P, R_co]):
         error_class = next((c for c in classes if isinstance(error, c)), TypeError)
         return error_class(f"{self.name} of {shapes}{options}: {error}")
 
+    def __reduce__(self) -> tuple[Any, ...]:  # for copy and pickle: there is one object of each name
+        return look_up, (self.name,)
+
     def __repr__(self) -> str:
         return f"<primitive {self.name}({', '.join(self.arguments + self.keywords)})>"
 
 
-def as_operand(x: Any) -> Any:
+def look_up(name: str) -> Primitive[..., Any]:
+    """The primitive of a name, for unpickling."""
+    if name not in REGISTRY:
+        raise LookupError(f"no primitive {name!r} is registered: import the module that defines it first")
+    return REGISTRY[name]
+
+
+def as_operand(x: Any, beside: Iterable[Any] = ()) -> Any:
     """Convert an operand to what forwards and rules accept: an array, a Python number, or None.
 
     NumPy scalars become Python numbers, which promote no array: a float32 array times `np.float64(2)` stays float32.
-    A list becomes a float32 array, as in `Tensor`.
+    A list takes the dtype of the arrays and tensors in `beside`, the operands of the same call; else it becomes
+    float32, as in `Tensor`.
     """
-    if x.__class__ is np.ndarray or x is None:
+    if x.__class__ is ndarray:
+        return x if x.dtype.isnative else from_data(x)
+    if x is None:
         return x
     if isinstance(x, np.generic):
         return x.item()
-    return x if isinstance(x, (int, float)) else from_data(x)
+    return x if isinstance(x, (int, float)) else from_data(x, beside=beside)
 
 
-def from_data(data: Any) -> np.ndarray:
-    """Convert data to an array: arrays keep their dtype, Python numbers and lists become float32 (booleans: bool)."""
-    keeps_dtype = isinstance(data, (np.ndarray, np.generic)) or hasattr(data, "__array_interface__")
+def from_data(data: Any, dtype: Any = None, beside: Iterable[Any] = ()) -> np.ndarray:
+    """Convert data to an array, in the byte order of this machine.
+
+    What has a dtype (arrays of any library, buffers, lists of arrays) keeps it. Python numbers and lists of them are
+    converted to `dtype` at once, without rounding in between. Without `dtype`, booleans stay bool, and other numbers
+    take the floating dtype of the operands `beside`; integers beside integers take theirs; else they become float32.
+
+    Raises:
+        TypeError: the data are not real numbers, or are masked.
+    """
+    if isinstance(data, np.ma.MaskedArray):
+        raise TypeError(
+            "a masked array would lose its mask: use data.filled(value), or tg.ops.where(mask, value, data.data)"
+        )
     array = np.asarray(data)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"expected numbers, got dtype {array.dtype} from {type(data).__name__}")
-    return array if keeps_dtype or array.dtype.kind == "b" else array.astype(np.float32)
+    keeps_dtype = has_dtype(data)
+    if dtype is not None:
+        dtype = as_dtype(dtype)
+    elif keeps_dtype or array.dtype.kind == "b":
+        dtype = array.dtype.newbyteorder("=")
+    else:
+        dtype = dtype_beside(beside, array.dtype)
+    # From the list itself: large integers and Python floats go to the dtype in one rounding.
+    return array.astype(dtype, copy=False) if keeps_dtype else np.asarray(data, dtype)
+
+
+def has_dtype(data: Any) -> bool:
+    """Whether `data` states a dtype: an array, a scalar of NumPy, a buffer, or a list that holds an array."""
+    if isinstance(data, (list, tuple)):
+        return any(
+            has_dtype(x) if isinstance(x, (list, tuple)) else hasattr(x, "__array__") and not isinstance(x, np.generic)
+            for x in data
+        )
+    if hasattr(data, "__array__") or hasattr(data, "__array_interface__"):
+        return True
+    try:
+        memoryview(data)
+    except TypeError:
+        return False
+    return True
+
+
+def dtype_beside(operands: Iterable[Any], own: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of a list of numbers of dtype `own` beside other operands; see `from_data`."""
+    others = [np.dtype(x.dtype) for x in operands if isinstance(x, ndarray) or hasattr(x, "__apply_primitive__")]
+    floating = [dtype for dtype in others if dtype.kind == "f"]
+    integers = [dtype for dtype in others if dtype.kind in "iu"]
+    if floating:
+        return np.result_type(*floating).newbyteorder("=")
+    if integers:
+        return np.result_type(*integers).newbyteorder("=") if own.kind in "iu" else own
+    return np.dtype(np.float32)
+
+
+def as_dtype(dtype: Any) -> np.dtype[Any]:
+    """A dtype of real numbers or booleans, in the byte order of this machine; TypeError for others."""
+    dtype = np.dtype(dtype)
+    if dtype.kind not in "fiub":
+        raise TypeError(f"expected a dtype of real numbers or booleans, got {dtype}")
+    return dtype.newbyteorder("=")
 
 
 @overload

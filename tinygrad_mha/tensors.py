@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
 from tinygrad_mha import engine, numpy_protocol, ops
+from tinygrad_mha.arguments import unknown_keyword
 from tinygrad_mha.engine import Node, WriteTime
 from tinygrad_mha.modes import STATE
 from tinygrad_mha.ops.elementary import Axis
-from tinygrad_mha.primitives import Primitive, as_operand, from_data
+from tinygrad_mha.primitives import Primitive, as_dtype, as_operand, from_data
 
 __all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "wrap"]
 
@@ -20,9 +21,10 @@ class Tensor:
     """A NumPy array with a gradient and a record of the operation that computed it.
 
     Args:
-        data: an array (copied, its dtype kept), or numbers and nested lists of numbers (float32; booleans stay bool).
+        data: an array or buffer of any library (copied, its dtype kept), or numbers and nested lists of numbers
+            (float32; booleans stay bool).
         requires_grad: whether `backward` stores a gradient here; floating dtypes only.
-        dtype: the dtype to convert to.
+        dtype: the dtype to convert to, directly: a list is not rounded to float32 first.
         name: a name for graphs and messages.
 
     Attributes:
@@ -58,8 +60,7 @@ class Tensor:
             raise TypeError(
                 "a list of Tensors is not data: join them with tg.ops.stack(...), which keeps their gradients"
             )
-        array = from_data(data)
-        self._data = np.array(array, dtype=array.dtype if dtype is None else dtype, order="C", subok=False)
+        self._data = np.array(from_data(data, dtype), order="C", subok=False)
         self.grad = None
         self.node = None
         self.name = name
@@ -165,6 +166,7 @@ class Tensor:
         array = np.asarray(plain(grad))
         if array.dtype.kind not in "fiu":
             raise TypeError(f"grad must consist of real numbers, got {array.dtype}")
+        array = from_data(plain(grad), self.dtype)
         if array.shape != self.shape:
             raise ValueError(f"grad must have the shape of the tensor, {self.shape}, got {array.shape}")
         return array.astype(self.dtype)
@@ -187,7 +189,7 @@ class Tensor:
         """
         if self.node is not None:
             raise ValueError(f"{self._label()} was computed; only leaves can be assigned to")
-        new = np.asarray(plain(array))
+        new = as_array(array)
         if new.shape != self.shape:
             raise ValueError(f"assign_ keeps the shape: expected {self.shape}, got {new.shape}")
         if not np.can_cast(new.dtype, self.dtype, "same_kind"):
@@ -220,14 +222,34 @@ class Tensor:
             raise ValueError(f"item() needs one element, got shape {self.shape}")
         return self._data.item()
 
-    if not TYPE_CHECKING:  # type checkers would take array + tensor for an array
+    if not TYPE_CHECKING:  # type checkers would take array + tensor for an array, and accept every attribute
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             if self._needs_grad:
                 raise TypeError(
-                    "making an array of a tensor that needs a gradient would cut the graph: use .numpy() or .detach()"
+                    "making an array of a tensor that needs a gradient would cut the graph: use .numpy() or .detach(), "
+                    "and np.stack or np.concatenate to join tensors"
                 )
             return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+        def __getattr__(self, name: str) -> Any:  # called for unknown names only
+            hint = f": {TORCH_METHODS[name]}" if name in TORCH_METHODS else ""
+            raise AttributeError(f"a Tensor has no attribute {name!r}{hint}")
+
+    @property
+    def _mask(self) -> Any:
+        # The functions of np.ma read the attributes _data and _mask of what they are given, and compute past the graph.
+        raise TypeError("a masked array takes no Tensor, its gradient would be lost: use .filled(value) and ops.where")
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        if self.size != 1:
+            raise TypeError(f"the format {spec!r} needs one element, got shape {self.shape}: format x.numpy() in parts")
+        return format(self.item(), spec)
+
+    def __round__(self, ndigits: int | None = None) -> float | int:
+        return round(self.item(), ndigits)
 
     def __float__(self) -> float:
         return float(self.item())
@@ -259,7 +281,12 @@ class Tensor:
         return f"a tensor of shape {self.shape} ({f'{self.name!r}, ' if self.name else ''}{made})"
 
     def __repr__(self) -> str:
-        values = np.array2string(self._data, separator=", ", prefix="Tensor(", threshold=200, precision=4)
+        # Beside numbers of ordinary size, tiny ones are printed as 0: else one of them gives all of them exponents.
+        largest = np.max(np.abs(self._data), initial=0) if self._data.dtype.kind == "f" else 0
+        is_ordinary = bool(0.01 <= largest < 1e8)
+        values = np.array2string(
+            self._data, separator=", ", prefix="Tensor(", threshold=200, precision=4, suppress_small=is_ordinary
+        )
         made = f"made by {self.node.op.name}" if self.node else "leaf" if self._needs_grad else "constant"
         name = f", name={self.name!r}" if self.name else ""
         return f"Tensor({values}, shape={self.shape}, {self.dtype}{name}, {made})"
@@ -358,7 +385,7 @@ class Tensor:
         """Convert the other operand: integers and booleans beside a floating tensor take its dtype."""
         if isinstance(other, Tensor):
             return other if other.dtype.kind == "f" or self.dtype.kind != "f" else other.astype(self.dtype)
-        other = as_operand(other)
+        other = as_operand(other, (self,))
         if isinstance(other, np.ndarray) and other.dtype.kind != "f" and self._data.dtype.kind == "f":
             return from_data(other).astype(self._data.dtype)
         return other
@@ -367,9 +394,10 @@ class Tensor:
 
     def astype(self, dtype: Any) -> Tensor:
         """The tensor in another dtype. Between floating dtypes the gradient passes; to others the result is a leaf."""
-        if np.dtype(dtype).kind != "f":
+        dtype = as_dtype(dtype)
+        if dtype.kind != "f":
             return wrap(self._data.astype(dtype))
-        return self if self.dtype == dtype else ops.cast(self, dtype=np.dtype(dtype))
+        return self if self.dtype == dtype else ops.cast(self, dtype=dtype)
 
     def exp(self) -> Tensor:
         """e ** x, element-wise."""
@@ -411,48 +439,70 @@ class Tensor:
         """x limited to the range `min` to `max`, element-wise."""
         return ops.clip(self, min=min, max=max)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def sum(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The sum over `axis` (None: all axes), which is removed, or left at length 1 with `keepdims`."""
+        if unknown:
+            raise unknown_keyword("sum", unknown)
         return ops.sum(self, axis=axis, keepdims=keepdims)
 
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def mean(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The mean over `axis`; the shape as for `sum`."""
+        if unknown:
+            raise unknown_keyword("mean", unknown)
         return ops.mean(self, axis=axis, keepdims=keepdims)
 
-    def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
+    def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The variance over `axis`, with divisor n - ddof; the shape as for `sum`."""
+        if unknown:
+            raise unknown_keyword("var", unknown)
         return ops.var(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
+    def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The standard deviation over `axis`, with divisor n - ddof; the shape as for `sum`."""
+        if unknown:
+            raise unknown_keyword("std", unknown)
         return ops.std(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    def norm(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def norm(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The Euclidean norm over `axis`; the shape as for `sum`."""
+        if unknown:
+            raise unknown_keyword("norm", unknown)
         return ops.norm(self, axis=axis, keepdims=keepdims)
 
-    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def max(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The maximum over `axis`; the shape as for `sum`. Equal maxima share the gradient evenly."""
+        if unknown:
+            raise unknown_keyword("max", unknown)
         return ops.max(self, axis=axis, keepdims=keepdims)
 
-    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def min(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
         """The minimum over `axis`; the shape as for `sum`. Equal minima share the gradient evenly."""
+        if unknown:
+            raise unknown_keyword("min", unknown)
         return ops.min(self, axis=axis, keepdims=keepdims)
 
-    def argmax(self, axis: int | None = None) -> Any:
+    def argmax(self, axis: int | None = None, keepdims: bool = False, **unknown: Never) -> Any:
         """The index of the maximum over `axis` (None: of all elements), as plain integers without gradient."""
-        return np.argmax(self._data, axis=axis)
+        if unknown:
+            raise unknown_keyword("argmax", unknown)
+        return np.argmax(self._data, axis=axis, keepdims=keepdims)
 
-    def argmin(self, axis: int | None = None) -> Any:
+    def argmin(self, axis: int | None = None, keepdims: bool = False, **unknown: Never) -> Any:
         """The index of the minimum over `axis` (None: of all elements), as plain integers without gradient."""
-        return np.argmin(self._data, axis=axis)
+        if unknown:
+            raise unknown_keyword("argmin", unknown)
+        return np.argmin(self._data, axis=axis, keepdims=keepdims)
 
-    def softmax(self, axis: int = -1) -> Tensor:
+    def softmax(self, axis: int = -1, **unknown: Never) -> Tensor:
         """exp(x) / sum(exp(x)) along `axis`, in the shape of x. A row of -inf gives zeros."""
+        if unknown:
+            raise unknown_keyword("softmax", unknown)
         return apply(ops.softmax, (self,), {"axis": axis})
 
-    def log_softmax(self, axis: int = -1) -> Tensor:
+    def log_softmax(self, axis: int = -1, **unknown: Never) -> Tensor:
         """The logarithm of the softmax along `axis`, in the shape of x."""
+        if unknown:
+            raise unknown_keyword("log_softmax", unknown)
         return ops.log_softmax(self, axis=axis)
 
     def reshape(self, *shape: Any) -> Tensor:
@@ -461,7 +511,13 @@ class Tensor:
 
     def transpose(self, *axes: Any) -> Tensor:
         """The axes in another order, `transpose(1, 0, 2)` or `transpose((1, 0, 2))`; without arguments reversed."""
-        return ops.transpose(self, axes=_one_or_many(axes) or None)
+        axes = _one_or_many(axes)
+        if axes and len(axes) != self.ndim:
+            raise ValueError(
+                f"transpose takes every axis, got {axes} for shape {self.shape}: use "
+                "swapaxes(axis1, axis2) to exchange two"
+            )
+        return ops.transpose(self, axes=axes or None)
 
     def swapaxes(self, axis1: int, axis2: int) -> Tensor:
         """The tensor with two axes exchanged."""
@@ -484,6 +540,54 @@ class Tensor:
         return apply(op, inputs, kwargs)
 
 
+# What PyTorch calls otherwise, for messages.
+TORCH_METHODS = {
+    "view": "use reshape(shape)",
+    "permute": "use transpose(axes)",
+    "t": "use .T",
+    "unsqueeze": "use x[:, None] or np.expand_dims(x, axis)",
+    "squeeze": "use np.squeeze(x, axis), or x[:, 0]",
+    "flatten": "use reshape(-1)",
+    "expand": "use broadcast_to(shape)",
+    "repeat": "use np.repeat(x, n, axis), or ops.concat([x] * n, axis=0)",
+    "masked_fill": "use ops.where(mask, value, x)",
+    "masked_fill_": "use ops.where(mask, value, x)",
+    "gather": "use x[index arrays]",
+    "index_select": "use x[ids], or ops.take(x, ids)",
+    "retain_grad": "the gradients of intermediates are kept without it, as .grad",
+    "requires_grad_": "set x.requires_grad = True",
+    "numel": "use .size",
+    "dim": "use .ndim",
+    "clone": "use copy.copy(x) for a leaf; no operation changes a tensor in place",
+    "contiguous": "nothing is needed in its place",
+    "cpu": "arrays are always in main memory; nothing is needed in its place",
+    "cuda": "arrays are always in main memory",
+    "to": "use astype(dtype)",
+    "type": "use astype(dtype)",
+    "float": "use astype(np.float32)",
+    "double": "use astype(np.float64)",
+    "half": "use astype(np.float16)",
+    "long": "use astype(np.int64)",
+    "tolist": "use .numpy().tolist()",
+    "pow": "use x**n",
+    "matmul": "use a @ b",
+    "mm": "use a @ b",
+    "bmm": "use a @ b",
+    "clamp": "use clip(min, max)",
+    "amax": "use max(axis)",
+    "amin": "use min(axis)",
+    "square": "use x * x",
+    "copy_": "use assign_(array)",
+    "fill_": "use assign_(array)",
+    "zero_": "use assign_(array), or zero_grad() for the gradient",
+    "detach_": "use detach()",
+    "is_leaf": "use x.node is None",
+    "grad_fn": "use x.node",
+    "logsumexp": "use ops.logsumexp(x, axis)",
+    "chunk": "use ops.split(x, parts, axis)",
+    "split": "use ops.split(x, parts, axis)",
+}
+
 # --------------------------------------------------------------------------------------------------------------------
 # How a primitive is applied
 
@@ -496,7 +600,7 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
     if kwargs:
         kwargs = _plain_keywords(op, kwargs)
     if not (grad_on or recording) and observer is None:
-        value = op.compute([x._data if isinstance(x, Tensor) else as_operand(x) for x in inputs], kwargs)
+        value = op.compute([x._data if isinstance(x, Tensor) else as_operand(x, inputs) for x in inputs], kwargs)
         out = new_tensor(Tensor)  # as in `wrap`, without the call: every operation passes here
         out._data = value
         out.grad = out.node = out.name = out._written = None
@@ -515,7 +619,7 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
         elif x is None:
             arrays.append(None)
         else:
-            arrays.append(as_operand(x))
+            arrays.append(as_operand(x, inputs))
             has_constants = True
         bit += bit
     needed = POSITIONS[bits] if grad_on else ()
@@ -536,6 +640,8 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
         out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, scope)
     elif needed and value.dtype.kind == "c":
         raise TypeError(f"{op.name!r} has a complex result, and gradients are real here: take real and imaginary parts")
+    elif needed and value.dtype.kind not in "iub":
+        raise TypeError(f"primitive {op.name!r} must return an array of numbers, got dtype {value.dtype}")
     elif recording:
         out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, scope)
     if value.base is not None:
@@ -631,6 +737,11 @@ def matmul(a: Any, b: Any) -> Any:
 def plain(x: Any) -> Any:
     """The array of a tensor; anything else unchanged."""
     return x._data if isinstance(x, Tensor) else x
+
+
+def as_array(x: Any) -> np.ndarray:
+    """The array of a tensor; anything else as an array. TypeError for a masked one."""
+    return np.asarray(from_data(x) if isinstance(x, np.ma.MaskedArray) else plain(x))
 
 
 def as_tensor(x: Any) -> Tensor:

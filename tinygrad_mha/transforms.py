@@ -37,8 +37,8 @@ def grad(
         One gradient per x, in the shape of x: a tuple, for a single x too.
 
     Raises:
-        ValueError: an x that does not require grad (nothing about it was recorded), or no `grad_output` for several
-            elements of `y`, or one of the wrong shape.
+        ValueError: `y` or an x that does not require grad (nothing about it was recorded), or no `grad_output` for
+            several elements of `y`, or one of the wrong shape.
 
     Example:
         >>> x = Tensor(3.0, requires_grad=True)
@@ -55,22 +55,30 @@ def grad(
             raise ValueError(
                 f"xs[{i}] must be a tensor with requires_grad=True, else nothing about it was recorded; got {x!r}"
             )
+    if xs and not y.requires_grad:
+        raise ValueError(
+            f"grad of {y._label()}, which does not require grad: no tensor that it was made from has "
+            f"requires_grad=True, it was made under no_grad, or it is a gradient taken without create_graph=True"
+        )
     seed: Any = y._seed(grad_output)
     if create_graph:
         seed = grad_output.astype(y.dtype) if isinstance(grad_output, Tensor) else wrap(seed)
     gradients: dict[int, Any] = {}
-    if y.requires_grad:
-        wanted = {id(x) for x in xs}
-        oldest = min((x.node.stamp - 1 if x.node else -1 for x in xs), default=-1)
-        with modes.enable_grad():
-            for value, g in engine.sweep(y, seed, differentiable=create_graph, newer_than=oldest):
-                if id(value) in wanted:
-                    gradients[id(value)] = g if create_graph else wrap(np.array(g))
+    wanted = {id(x) for x in xs}
+    oldest = min((x.node.stamp - 1 if x.node else -1 for x in xs), default=-1)
+    with modes.enable_grad():
+        for value, g in engine.sweep(y, seed, differentiable=create_graph, newer_than=oldest):
+            if id(value) in wanted:
+                gradients[id(value)] = g if create_graph else wrap(np.array(g))
     results: list[Tensor] = []
     for x in xs:
         g = gradients[id(x)] if id(x) in gradients else Tensor(np.zeros(x.shape, x.dtype))
         is_taken = any(g is other for other in (grad_output, *results))
-        results.append(ops.reshape(g, shape=g.shape) if is_taken else g)
+        g = ops.reshape(g, shape=g.shape) if is_taken else g
+        if create_graph and not g.requires_grad:
+            # A constant gradient, of a linear function: a leaf, so that its own derivatives are zeros and no error.
+            g = Tensor(g._data, requires_grad=True)
+        results.append(g)
     return tuple(results)
 
 
@@ -101,6 +109,11 @@ def vjp(f: Function, *xs: Any) -> tuple[Tensor, Callable[..., tuple[Tensor, ...]
     """
     variables = [variable(x) for x in xs]
     y = run(f, variables)
+    if not y.requires_grad:
+        raise ValueError(
+            f"the function returned {y._label()}, which does not require grad: it was not computed from the inputs, or "
+            f"under no_grad, or by a gradient taken without create_graph=True"
+        )
 
     def pull(g: Any = None, create_graph: bool = False) -> tuple[Tensor, ...]:
         return grad(y, variables, grad_output=g, create_graph=create_graph)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import ops
-from tinygrad_mha.arguments import as_ids, check_choice, check_probability, check_width
+from tinygrad_mha.arguments import as_ids, check_choice, check_count, check_probability, check_width
 from tinygrad_mha.nn.init import Seed, constant, normal
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, as_tensor
@@ -40,6 +40,7 @@ class Linear(Module):
     """
 
     def __init__(self, n_in: int, n_out: int, bias: bool = True, std: float | None = None, rng: Seed = None) -> None:
+        n_in, n_out = check_count(n_in, "n_in"), check_count(n_out, "n_out")
         self.weight = normal((n_in, n_out), n_in**-0.5 if std is None else std, rng)
         self.bias = constant((n_out,), 0.0) if bias else None
 
@@ -57,7 +58,7 @@ class Embedding(Module):
     """
 
     def __init__(self, n: int, width: int, std: float = 0.02, rng: Seed = None) -> None:
-        self.weight = normal((n, width), std, rng)
+        self.weight = normal((check_count(n, "n"), check_count(width, "width")), std, rng)
 
     def forward(self, ids: Any) -> Tensor:
         return ops.take(self.weight, as_ids(ids, "ids"))
@@ -68,7 +69,7 @@ class LayerNorm(Module):
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True) -> None:
         self.eps = eps
-        self.weight = constant((width,), 1.0)
+        self.weight = constant((check_count(width, "width"),), 1.0)
         self.bias = constant((width,), 0.0) if bias else None
 
     def forward(self, x: Any) -> Tensor:
@@ -81,7 +82,7 @@ class RMSNorm(Module):
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         self.eps = eps
-        self.weight = constant((width,), 1.0)
+        self.weight = constant((check_count(width, "width"),), 1.0)
 
     def forward(self, x: Any) -> Tensor:
         check_width(x, self.weight.shape[0], "RMSNorm")

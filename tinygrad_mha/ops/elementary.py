@@ -6,8 +6,9 @@ Tensors if the gradient is to be differentiated again. Comparisons give plain ar
 the shape that its argument was broadcast to; the engine sums it back.
 
 Where a derivative does not exist, the rule takes a finite value, which the docstring states (`relu`, `abs`, ties of
-`max`). An infinite derivative is infinite, but times a gradient of exactly 0 it gives 0, so the branch that `where` did
-not select contributes nothing.
+`max`). An infinite derivative of one of these primitives, times a gradient of exactly 0, gives 0. A product with an
+infinite factor is no derivative of that kind: `where(x > 0, x * log(x), 0)` has the gradient 0 * -inf = nan at 0.
+Replace the argument, not the result: with `safe = where(x > 0, x, 1)`, `where(x > 0, x * log(safe), 0)` is finite.
 
 Names follow NumPy, so some hide a builtin (`sum`, `max`, `min`, `abs`, `pow`) in this file.
 """
@@ -76,10 +77,15 @@ def div(a, b) -> Any:
     return a / b
 
 
-div.vjps(
-    lambda g, y, a, b: divide_gradient(g, b),
-    lambda g, y, a, b: -divide_gradient(divide_gradient(g, b) * a, b),
-)
+def div_vjp_divisor(g, y, a, b):
+    # -g a / b^2 from the quotient y, because b^2 overflows and underflows early. Where even g / b does, g y does not.
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        gradient = multiply_gradient(divide_gradient(g, b), y)
+        finite = np.isfinite(gradient)
+        return -(gradient if np.all(finite) else where(finite, gradient, divide_gradient(g * y, b)))
+
+
+div.vjps(lambda g, y, a, b: divide_gradient(g, b), div_vjp_divisor)
 
 
 @primitive(kind="elementwise", formula=notation.write_neg)
@@ -113,7 +119,7 @@ def pow(a, b) -> Any:
 def pow_vjp_base(g, y, a, b):
     # At a = 0 with b < 1 the slope is infinite. For negative a with fractional b it is nan, and the forward has warned.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return multiply_gradient(g, b * a ** slope_exponent(b))
+        return multiply_gradient(g, b * a ** slope_exponent(a, b))
 
 
 def pow_vjp_exponent(g, y, a, b):
@@ -121,9 +127,9 @@ def pow_vjp_exponent(g, y, a, b):
     return multiply_gradient(g * log(where(a == 0, one, a)), y)
 
 
-def slope_exponent(b):
-    """The exponent b - 1 of the derivative; 1 where b is 0, so that b * a ** (b - 1) is 0 there even for a = 0."""
-    return where(b == 0, 1, b - 1) if hasattr(b, "shape") else (b - 1 if b else 1)
+def slope_exponent(a, b):
+    """The exponent b - 1 of the derivative, but 1 at a = b = 0, and 0 for the number 0: then b * a ** (b - 1) is 0."""
+    return where((a == 0) & (b == 0), 1, b - 1) if hasattr(b, "shape") else (b - 1 if b else 0)
 
 
 pow.vjps(pow_vjp_base, pow_vjp_exponent)
@@ -212,11 +218,11 @@ sigmoid.vjps(lambda g, y, x: g * (y * (1.0 - y)))
 
 @primitive(kind="activation", label="ReLU")
 def relu(x) -> np.ndarray:
-    """max(x, 0). The derivative at 0 is taken as 0."""
+    """max(x, 0). The derivative at 0 is taken as 0; a nan passes the gradient on, as in `maximum`."""
     return np.maximum(x, 0)
 
 
-relu.vjps(lambda g, y, x: where(x > 0, g, 0.0))
+relu.vjps(lambda g, y, x: where(x <= 0, 0.0, g))
 
 
 @primitive(kind="elementwise", formula=notation.write_abs)
@@ -225,7 +231,7 @@ def abs(x) -> np.ndarray:
     return np.abs(x)
 
 
-abs.vjps(lambda g, y, x: where(x > 0, g, where(x < 0, -g, 0.0)))
+abs.vjps(lambda g, y, x: where(x == 0, 0.0, where(x < 0, -g, g)))
 
 
 @primitive(kind="elementwise")
@@ -235,10 +241,10 @@ def clip(x, *, min=None, max=None) -> np.ndarray:
 
 
 def clip_vjp(g, y, x, *, min, max):
-    inside = True if min is None else x >= min
+    outside = False if min is None else x < min
     if max is not None:
-        inside = inside & (x <= max)
-    return where(inside, g, 0.0)
+        outside = outside | (x > max)
+    return where(outside, 0.0, g)
 
 
 clip.vjps(clip_vjp)
@@ -273,31 +279,33 @@ mask.vjps(lambda g, y, scores, allow: where(allow, g, 0.0), None)
 
 @primitive(kind="elementwise")
 def maximum(a, b) -> Any:
-    """The larger of a and b, element-wise. At a tie each gets half of the gradient."""
+    """The larger of a and b, element-wise. At a tie each gets half of the gradient; a nan is the larger."""
     return np.maximum(a, b)
 
 
 maximum.vjps(
-    lambda g, y, a, b: g * compute_share(a > b, a == b, g),
-    lambda g, y, a, b: g * compute_share(b > a, a == b, g),
+    lambda g, y, a, b: share_gradient(g, a, b, a > b),
+    lambda g, y, a, b: share_gradient(g, b, a, b > a),
 )
 
 
 @primitive(kind="elementwise")
 def minimum(a, b) -> Any:
-    """The smaller of a and b, element-wise. At a tie each gets half of the gradient."""
+    """The smaller of a and b, element-wise. At a tie each gets half of the gradient; a nan is the smaller."""
     return np.minimum(a, b)
 
 
 minimum.vjps(
-    lambda g, y, a, b: g * compute_share(a < b, a == b, g),
-    lambda g, y, a, b: g * compute_share(b < a, a == b, g),
+    lambda g, y, a, b: share_gradient(g, a, b, a < b),
+    lambda g, y, a, b: share_gradient(g, b, a, b < a),
 )
 
 
-def compute_share(wins, ties, g):
-    """The share of the gradient that an operand gets: 1 where it was selected, 0.5 at a tie, else 0."""
-    return np.where(ties, 0.5, wins).astype(g.dtype)
+def share_gradient(g, x, other, wins):
+    """What `x` gets of `g`: all where it `wins` or only it is nan, half at a tie or if both are nan, else 0."""
+    is_nan, other_is_nan = np.not_equal(x, x), np.not_equal(other, other)
+    ties = np.equal(x, other) | (is_nan & other_is_nan)
+    return where(wins | (is_nan & np.logical_not(other_is_nan)), g, where(ties, 0.5 * g, 0.0))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -341,13 +349,16 @@ mean.vjps(
 @primitive(kind="reduction", formula=notation.write_reduction)
 def var(x, *, axis=None, ddof=0, keepdims=False) -> np.ndarray:
     """The variance over `axis`: the sum of squared distances from the mean, divided by n - ddof."""
-    return np.var(x, axis=axis, ddof=ddof, keepdims=keepdims)
+    # np.var subtracts the mean once more, whose rounding error alone would be the variance of equal numbers.
+    return np.var(x - np.mean(x, axis=axis, keepdims=True), axis=axis, ddof=ddof, keepdims=keepdims)
 
 
 def var_vjp(g, y, x, *, axis, ddof, keepdims):
     n = count(x, axis)
     factor = 2.0 / (n - ddof) if n > ddof else math.nan
-    return g.reshape(keepdims_shape(x, axis)) * factor * (x - mean(x, axis=axis, keepdims=True))
+    centred = x - mean(x, axis=axis, keepdims=True)
+    centred = centred - mean(centred, axis=axis, keepdims=True)
+    return g.reshape(keepdims_shape(x, axis)) * factor * centred
 
 
 var.vjps(var_vjp)
@@ -368,8 +379,8 @@ def min(x, *, axis=None, keepdims=False) -> np.ndarray:
 def extremum_vjp(g, y, x, *, axis, keepdims):
     shape = keepdims_shape(x, axis)
     chosen = (x == y.reshape(shape)) | (x != x)  # a nan is the extremum
-    shares = chosen / np.sum(chosen, axis=axis, keepdims=True)
-    return g.reshape(shape) * shares.astype(x.dtype)
+    n = np.sum(chosen, axis=axis, keepdims=True).astype(x.dtype)
+    return where(chosen, g.reshape(shape) / n, 0.0)
 
 
 max.vjps(extremum_vjp)
@@ -667,6 +678,8 @@ def split(x: X, parts: int | Sequence[int], axis: int = 0) -> list[X]:
     """Cut `x` along `axis` into `parts` equal pieces, or at the indices in the list `parts`, as np.split does."""
     (axis,) = normalize_axis_tuple(axis, x.ndim)
     n = x.shape[axis]
+    if isinstance(parts, (float, bool, np.floating, np.bool)):
+        raise TypeError(f"parts must be an integer or a list of indices, got {parts!r}")
     if isinstance(parts, (int, np.integer)):
         if parts < 1 or n % parts:
             raise ValueError(f"axis {axis} of length {n} does not split into {parts} equal parts")
@@ -676,13 +689,35 @@ def split(x: X, parts: int | Sequence[int], axis: int = 0) -> list[X]:
 
 
 def norm(x: X, axis: Axis = None, keepdims: bool = False) -> X:
-    """The Euclidean norm over `axis`. Where it is 0 the gradient is taken as 0."""
-    return sqrt_zero_slope(sum(x * x, axis=axis, keepdims=keepdims))
+    """The Euclidean norm over `axis`, of any numbers whose norm the dtype holds. Where it is 0 the gradient is 0."""
+    x, scale_back = scale_to_square(x, axis, keepdims)
+    y = sqrt_zero_slope(sum(x * x, axis=axis, keepdims=keepdims))
+    return y if scale_back is None else y * scale_back
 
 
 def std(x: X, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> X:
-    """The standard deviation over `axis`. Where it is 0 the gradient is taken as 0."""
-    return sqrt_zero_slope(var(x, axis=axis, ddof=ddof, keepdims=keepdims))
+    """The standard deviation over `axis`, of any numbers that the dtype holds. Where it is 0 the gradient is 0."""
+    x, scale_back = scale_to_square(x, axis, keepdims)
+    y = sqrt_zero_slope(var(x, axis=axis, ddof=ddof, keepdims=keepdims))
+    return y if scale_back is None else y * scale_back
+
+
+def scale_to_square(x, axis, keepdims):
+    """Scale `x` by powers of 2 so that squares neither overflow nor lose digits: (scaled x, what undoes it for a norm).
+
+    Where the squares of `x` do neither anyway, it is returned unchanged, with None.
+    """
+    values = np.asarray(getattr(x, "_data", x))
+    info = np.finfo(values.dtype if values.dtype.kind == "f" else np.float64)
+    top = np.max(np.abs(values), axis=axis, keepdims=True, initial=0)
+    smallest, largest = math.sqrt(info.tiny / info.eps), math.sqrt(info.max / builtins.max(count(values, axis), 1)) / 2
+    beyond = np.isfinite(top) & (top > 0) & ((top < smallest) | (top > largest))
+    if not beyond.any():
+        return x, None
+    limit = info.maxexp * 3 // 4
+    exponent = np.where(beyond, np.clip(np.frexp(top)[1], -limit, limit), 0)
+    back = np.ldexp(np.ones_like(top), exponent)
+    return x * (1 / back), back if keepdims else np.squeeze(back, axis=axis)
 
 
 def sqrt_zero_slope(x):
