@@ -15,6 +15,7 @@ import numpy as np
 from tinygrad_mha import kernels
 from tinygrad_mha.arguments import check_number
 from tinygrad_mha.kernels.memory import keep_freed_memory
+from tinygrad_mha.kernels.reference import blockwise
 from tinygrad_mha.tensors import Tensor, mark_written
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "decay_groups", "global_norm", "warmup_cosine"]
@@ -50,7 +51,6 @@ class Optimizer:
             twice = next(p for p in self.parameters if sum(p is q for q in self.parameters) > 1)
             raise ValueError(f"{_label(twice)} is in two groups; keep it in one")
         self.state: list[State] = [{} for _ in self.parameters]
-        self._scratch = np.empty(0, np.uint8)
         keep_freed_memory()
 
     @property
@@ -125,12 +125,6 @@ class Optimizer:
     def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _space_like(self, p: np.ndarray) -> np.ndarray:
-        """Scratch memory in the shape of `p`. All parameters share it, so that it stays in the CPU cache."""
-        if self._scratch.nbytes < p.nbytes:
-            self._scratch = np.empty(p.nbytes, np.uint8)
-        return self._scratch[: p.nbytes].view(p.dtype).reshape(p.shape)
-
 
 class SGD(Optimizer):
     """Stochastic gradient descent, with optional momentum, as torch.optim.SGD.
@@ -156,16 +150,14 @@ class SGD(Optimizer):
         return {"momentum": np.zeros_like(p)} if group["momentum"] else {}
 
     def _update(self, p: np.ndarray, g: np.ndarray, state: State, group: dict[str, Any]) -> None:
-        space = self._space_like(p)
         if group["weight_decay"]:
-            np.multiply(p, group["weight_decay"], out=space)
-            g = np.add(g, space, out=space)
+            g = g + p * group["weight_decay"]
         if group["momentum"]:
             b = state["momentum"]
             b *= group["momentum"]
             b += g
             g = b
-        p -= np.multiply(g, group["lr"], out=space)
+        p -= g * group["lr"]
 
 
 class Adam(Optimizer):
@@ -292,12 +284,10 @@ def global_norm(arrays: Iterable[np.ndarray]) -> float:
 
 def _sum_of_squares(a: np.ndarray) -> float:
     """The sum over blocks in the dtype of `a`, and their sum in float64: one long sum in float32 would lose digits."""
+    sums: list[float] = []
     flat = a.reshape(-1).astype(np.promote_types(a.dtype, np.float32), copy=False)
-    blocks = [flat[start : start + BLOCK] for start in range(0, flat.size, BLOCK)]
-    return sum(float(np.dot(block, block)) for block in blocks)
-
-
-BLOCK = 1 << 12  # elements
+    blockwise(lambda block: sums.append(float(np.dot(block, block))), flat, size=1 << 12)
+    return sum(sums)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["EXACT_P", "LOWEST", "TANH_P", "adam", "erf", "gelu", "gelu_vjp", "layer_norm", "layer_norm_vjp"]
-__all__ += ["merge_rows", "softmax_over_keys"]
+__all__ = ["EXACT_P", "LOWEST", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp"]
+__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "softmax_over_keys"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # The error function
@@ -165,14 +165,14 @@ def gelu_vjp(g: np.ndarray, phi: np.ndarray | None, x: np.ndarray, tanh: bool) -
 BLOCK = 1 << 15  # elements: a block of each of a few arrays stays in the cache of a core
 
 
-def blockwise(step: Callable[..., None], *arrays: np.ndarray) -> None:
-    """Call `step` on arrays of one shape, block after block, or on the whole arrays if small or not contiguous."""
-    if arrays[0].size <= BLOCK or not all(a.flags.c_contiguous for a in arrays):
+def blockwise(step: Callable[..., None], *arrays: np.ndarray, size: int = BLOCK) -> None:
+    """Call `step` on arrays of one shape in blocks of `size` elements, or on the whole if small or not contiguous."""
+    if arrays[0].size <= size or not all(a.flags.c_contiguous for a in arrays):
         step(*[a if a.ndim else a.reshape(1) for a in arrays])
         return
     flat = [a.reshape(-1) for a in arrays]
-    for start in range(0, flat[0].size, BLOCK):
-        step(*[a[start : start + BLOCK] for a in flat])
+    for start in range(0, flat[0].size, size):
+        step(*[a[start : start + size] for a in flat])
 
 
 # --------------------------------------------------------------------------------------------------------------------
