@@ -266,10 +266,10 @@ def test_each_fault_is_rejected_by_name(fault, in_a_gpt):
         verdict = kv_cache(subject, x)
     first = verdict.first_divergence
     assert not verdict.ok
-    assert first.claim == claim, verdict
+    assert first.name == claim, verdict
     assert first.cause.startswith(cause), verdict
     assert first.cause in [f.cause or f.message for f in verdict.failed]
-    assert json.loads(json.dumps(verdict.to_dict()))["first_divergence"]["claim"] == claim
+    assert json.loads(json.dumps(verdict.to_dict()))["first_divergence"]["name"] == claim
     if "fails" not in cause:
         assert first.layer == int(in_a_gpt)
         assert first.head in (0, 1)
@@ -392,7 +392,7 @@ def test_most_faults_are_named_where_no_steps_are_shown(fault):
     model = gpt(attention=Plain)
     model.h[0].attn = fault().astype(np.float32)
     first = kv_cache(model, PROMPT).first_divergence
-    assert (first.claim, first.layer, first.head) == ("chunks", 0, None)
+    assert (first.name, first.layer, first.head) == ("chunks", 0, None)
     assert first.cause.startswith(PLAIN_FAULTS[fault])
 
 
@@ -482,7 +482,7 @@ def test_prompts_of_different_lengths_are_the_rows_of_the_padded_batch():
     model.h[0].attn = HidesLongPadding().astype(np.float32)
     assert kv_cache(model, PROMPT).ok
     first = kv_cache(model, [[3, 1, 4], [5, 9, 2, 6, 5]]).first_divergence
-    assert (first.claim, first.cause[:12]) == ("padding", "padding seen")
+    assert (first.name, first.cause[:12]) == ("padding", "padding seen")
 
 
 def test_long_prompts_are_read_in_a_sample_of_chunkings():

@@ -96,7 +96,13 @@ def test_a_detached_leak_is_seen_by_finite_changes_only():
     assert "only finite changes see" in str(found)
     data = json.loads(json.dumps(found.to_dict()))
     assert data["matrix"] == found.matrix.tolist()
-    assert "■" in found._repr_html_()
+
+
+def test_a_notebook_shows_a_dependence_in_blue_and_a_leak_in_red():
+    html = check.dependencies(lambda x: x + 0.1 * np.eye(T, k=2) @ x, X)._repr_html_()
+    assert html.count("background:#048") == T
+    assert html.count("background:#c00") == T - 2
+    assert html.count("background:#eee") == T * T - T - (T - 2)
 
 
 def test_a_path_through_numpy_is_named_as_such():

@@ -312,7 +312,10 @@ def test_rounding_excuses_an_error_of_a_ten_thousandth_at_most(rng):
 
 
 def test_the_step_is_relative_to_the_element_that_moves():
-    assert gradcheck(lambda x: (x * np.array([1e-18, 1.0])).tanh(), np.array([0.7e18, 0.7])).ok
+    units = np.array([1e18, 1.0])
+    assert gradcheck(lambda x: (x / units).tanh(), 0.7 * units).ok
+    triple = make_primitive(with_name("triple", lambda x: 3 * x), lambda g, y, x: 3.03 * g)
+    failed_report(lambda x: (triple(x) / 1e18).tanh(), np.array([0.1e18]))
 
 
 def test_a_wrong_rule_is_no_kink_where_the_slope_changes_fast():

@@ -52,34 +52,30 @@ def list_chunkings(n: int, most: int = 64, seed: int = 0) -> list[tuple[int, ...
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """Where numbers with a cache first differ from those without it.
+class Divergence(Finding):
+    """A claim that failed, and where numbers with a cache first differ from those without it.
 
     Attributes:
-        claim: "chunks", "padding", "crop" or "fork".
         chunks: the number of tokens of each call up to this one; () if a call raised an error, which is the cause.
         step: the index of this call.
         layer, head: None if no layer differs, or the attention shows no heads.
         token: its index in its sequence.
         difference: the largest in the call, relative to the largest element without a cache.
-        cause: in words.
     """
 
-    claim: str
-    chunks: tuple[int, ...]
-    step: int
-    layer: int | None
-    head: int | None
-    token: int
-    difference: float
-    cause: str
+    chunks: tuple[int, ...] = ()
+    step: int = 0
+    layer: int | None = None
+    head: int | None = None
+    token: int = 0
+    difference: float = np.inf
 
     def __str__(self) -> str:
         if not self.chunks:
-            return f"{self.claim}: {self.cause}"
+            return f"{self.name}: {self.cause}"
         places = {name: getattr(self, name) for name in ("step", "layer", "head", "token")}
         place = ", ".join(f"{name} {index}" for name, index in places.items() if index is not None)
-        return f"{self.claim}: calls of {self.chunks} tokens, {place}: {self.difference:.1e} off. {self.cause}"
+        return f"{self.name}: calls of {self.chunks} tokens, {place}: {self.difference:.1e} off. {self.cause}"
 
 
 @dataclass
@@ -87,15 +83,18 @@ class CacheVerdict(Verdict):
     """The verdict of `kv_cache`.
 
     Attributes:
-        first_divergence: None if there is none.
         differences: the largest difference of each step, layer and head, as nested lists, when the prompt is read token
             by token; one number for a layer that shows no heads.
         ledger: what these steps computed, reused and discarded, and what they would without a cache.
     """
 
-    first_divergence: Divergence | None = None
     differences: list[list[list[float]]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def first_divergence(self) -> Divergence | None:
+        """The first claim that failed, or None."""
+        return next((finding for finding in self.findings if isinstance(finding, Divergence)), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python data, ready for JSON."""
@@ -139,9 +138,8 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
     check_count(most, "most", least=2)
     with no_grad():
         subject = Subject(model, ids, np.float64)
-        results = [subject.examine(claim, ways) for claim, ways in subject.list_scenarios(most).items()]
-        verdict = CacheVerdict(type(model).__name__, [finding for finding, _ in results])
-        verdict.first_divergence = next((first for _, first in results if first is not None), None)
+        findings = [subject.examine(claim, ways) for claim, ways in subject.list_scenarios(most).items()]
+        verdict = CacheVerdict(type(model).__name__, findings)
         if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
             verdict.differences = subject.measure_differences()
             dtype = next((p.dtype for p in model.parameters()), np.float64)  # torch may hold the parameters
@@ -340,31 +338,29 @@ class Subject:
                     break
         return largest, failures
 
-    def examine(self, claim: str, scenarios: list[Scenario]) -> tuple[Finding, Divergence | None]:
+    def examine(self, claim: str, scenarios: list[Scenario]) -> Finding:
         """Compare every call of every scenario with the computation without a cache."""
         if claim == "padding" and not all("key_allow" in find_options(type(w.attention).forward) for w in self.watched):
-            return Finding(claim, "does not apply", "an attention takes no key_allow for rows of a padded batch"), None
+            return Finding(claim, "does not apply", "an attention takes no key_allow for rows of a padded batch")
         self.whole(self.prompt, False)  # raises errors that have nothing to do with a cache
         try:
             largest, failures = self.follow(scenarios, watch=False)
             # Watched calls tell the place. One scenario is watched anyway: steps may be computed differently if shown.
             failures = self.follow(scenarios if failures else scenarios[-1:], watch=True)[1] + failures
         except Exception as error:
-            cause = f"a call with a cache fails: {type(error).__name__}: {error}"
-            return Finding(claim, "failed", cause), Divergence(claim, (), 0, None, None, 0, np.inf, cause)
+            return Divergence(claim, "failed", cause=f"a call with a cache fails: {type(error).__name__}: {error}")
         possible = 2 ** (len(self.prompt) - 1) if claim == "chunks" else len(scenarios)
         ways = f"all {possible} ways" if possible == len(scenarios) else f"{len(scenarios)} of {possible} ways"
         message = f"{ways}: largest difference {largest:.1e}, tolerance {TOLERANCE:.0e}"
         if not failures:
-            return Finding(claim, "passed", message), None
+            return Finding(claim, "passed", message)
         failures.sort(key=lambda f: (f.wrong.layer is None, f.calls[-1].stop, len(f.calls)))
         calls, _, wrong = failures[0]
         step, chunks = len(calls) - 1, tuple(call.stop - call.start for call in calls)
         token = wrong.tokens.start + int(np.argmax(wrong.differences > TOLERANCE))
         size, cause = float(wrong.differences.max()), self.explain(claim, failures)
         example = {"chunks": chunks, "step": step, "layer": wrong.layer, "head": wrong.head, "token": token}
-        first = Divergence(claim, difference=size, cause=cause, **example)
-        return Finding(claim, "failed", message, cause, example), first
+        return Divergence(claim, "failed", message, cause, example, {"difference": size}, difference=size, **example)
 
     def explain(self, claim: str, failures: list[Failure]) -> str:
         """The cause: the place of the first difference tells it, or else what reproduces several of them."""

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tinygrad_mha.check.verdict import as_plain_data
+
 __all__ = ["Difference", "Entry", "GradcheckError", "GradcheckReport"]
 
 
@@ -107,14 +109,8 @@ class GradcheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python data, ready for JSON."""
-        return {
-            "function": self.function,
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "problem": self.problem,
-            "worst": asdict(self.worst) if self.worst else None,
-            "entries": [asdict(e) for e in self.entries],
-        }
+        facts = {"ok": self.ok, "verdict": self.verdict, "worst": self.worst and asdict(self.worst)}
+        return {str(name): as_plain_data(value) for name, value in (asdict(self) | facts).items()}
 
     def __str__(self) -> str:
         lines = [f"gradcheck of {self.function}: {self.verdict}"]

@@ -95,7 +95,7 @@ class Verdict:
         return facts | {"findings": findings}
 
     def __str__(self) -> str:
-        names = ", ".join(finding.name for finding in self.failed)
+        names = ", ".join(dict.fromkeys(finding.name for finding in self.failed))
         lines = [f"{self.subject}: {self.status}"]
         if self.problem:
             lines += textwrap.wrap(self.problem, WIDTH, initial_indent="  ", subsequent_indent="  ")
