@@ -1,11 +1,12 @@
 """Measure this package against PyTorch and transformers, and write the table, the plots and docs/performance.md.
 
-    python benchmarks/performance.py [--rounds 9] [--only nanogpt,decode] [--baseline DIR] [--docs]
+    python benchmarks/performance.py [--rounds 9] [--only nanogpt,import] [--baseline DIR] [--docs]
 
 Every library runs in a process of its own (worker.py), and one runs at a time. A round runs each of them once, in turn.
 The ratio of a round is ours / theirs; the table shows the median of the rounds. Both get the same weights, batches
 and number of threads, and their results are compared before anything is timed. `--baseline DIR` also measures another
-checkout of this package. `--docs` writes docs/performance.md and its plot; otherwise only performance.json is written.
+checkout of this package. `--only` measures some parts and keeps the others of performance.json, so that a run can be
+made in pieces. `--docs` writes docs/performance.md and its plot from that file.
 
 Peers: `pip install "tinygrad_mha[fast,bench,parity,plot]"`.
 """
@@ -60,17 +61,34 @@ class Row:
     ours: dict[str, Any] = field(default_factory=dict)  # further options of the fast side
     floor: str = ""  # the work that only multiplies matrices
     tokens: int = 0  # report tokens per second, and ratios of speed
+    limit: str = ""  # what keeps the time up, for the page if a target is missed
 
 
+SMALL = (
+    "The arrays are so small that the time is that of Python and of NumPy's calls, about a microsecond each; "
+    "`engine.py`, `primitives.py` and `tensors.py` are the bookkeeping of the graph."
+)
+LARGE = (
+    "NumPy multiplies with OpenBLAS, PyTorch with MKL; between the products, each operation of NumPy is a pass through "
+    "memory, and on one core."
+)
+STREAM = "Each token reads all weights once, which bounds its speed."
 ROWS = {
-    "attention": Row("two-head attention 3x5, forward and backward", "attention", targets=(0.40, 0.45)),
-    "tiny": Row("GPT of 1 layer, 16 wide: AdamW step", "train", {"folder": "tiny", "batch": 1}, targets=(0.40, 0.50)),
+    "attention": Row("two-head attention 3x5, forward and backward", "attention", targets=(0.40, 0.45), limit=SMALL),
+    "tiny": Row(
+        "GPT of 1 layer, 16 wide: AdamW step",
+        "train",
+        {"folder": "tiny", "batch": 1},
+        targets=(0.40, 0.50),
+        limit=SMALL,
+    ),
     "nanogpt": Row(
         "nanoGPT for CPUs: AdamW step",
         "train",
         {"folder": "nanogpt", "batch": 12},
         targets=(1.00, 1.30),
         floor="train_products",
+        limit=LARGE,
     ),
     "nanogpt-2": Row(
         "nanoGPT for CPUs: AdamW step",
@@ -80,6 +98,7 @@ ROWS = {
         (1.05, 1.55),
         ours={"workers": 2},
         floor="train_products",
+        limit=LARGE,
     ),
     "six384-2": Row(
         "6 layers, 384 wide, block 256: AdamW step",
@@ -89,6 +108,7 @@ ROWS = {
         (1.10, 1.50),
         ours={"workers": 2},
         floor="train_products",
+        limit=LARGE,
     ),
     "decode-nano": Row(
         "cached greedy decoding, nanoGPT's size",
@@ -96,6 +116,7 @@ ROWS = {
         {"folder": "gpt2-nano", "prompt": 16, "new": 48},
         targets=(3.5, 3.5),
         peer="transformers",
+        limit=SMALL,
         tokens=48,
     ),
     "decode-llama": Row(
@@ -104,6 +125,7 @@ ROWS = {
         {"folder": "llama-260k", "prompt": 16, "new": 64},
         targets=(2.5, 2.5),
         peer="transformers",
+        limit=SMALL,
         tokens=64,
     ),
     "decode-own": Row(
@@ -121,6 +143,7 @@ ROWS = {
         targets=(1.25, 1.2),
         peer="transformers",
         floor="decode_products",
+        limit=STREAM,
         tokens=64,
     ),
     "prefill-124m": Row(
@@ -129,9 +152,11 @@ ROWS = {
         {"folder": "gpt2-124m", "tokens": 512},
         targets=(1.0, 1.3),
         peer="transformers",
+        limit=LARGE,
     ),
 }
 LONG = ("six384-2", "decode-124m", "prefill-124m")  # fewer rounds
+PROFILED = ("attention", "tiny", "nanogpt", "nanogpt-2", "six384-2", "decode-nano", "decode-llama")
 
 
 class Worker:
@@ -167,46 +192,58 @@ class Worker:
         self._process.wait()
 
 
-def measure(row: Row, folders: Path, rounds: int, baseline: Path | None, least: float = 0.05) -> dict[str, Any]:
-    """Compare the results of all sides, then time them in turn. Returns the numbers of a row."""
-    sides = [side for side in SIDES if has_side(side, row, baseline)]
-    with ExitStack() as stack:
-        workers = {side: stack.enter_context(Worker(side, row.threads, baseline)) for side in sides}
-        if row.floor:
-            workers["floor"] = stack.enter_context(Worker("numpy", row.threads))
-        seconds: dict[str, list[float]] = {side: [] for side in workers}
-        answers, repeats = {}, {}
+def measure(
+    row: Row, folders: Path, rounds: int, baseline: Path | None = None, workers: dict[str, Worker] | None = None
+) -> dict[str, Any]:
+    """Compare the results of all sides, then time them in turn. Returns the numbers of a row.
+
+    `workers` are processes to measure with, by side; without them new ones are started.
+    """
+    if workers is None:
+        with ExitStack() as stack:
+            sides = [side for side in SIDES if has_side(side, row, baseline)] + ["floor"] * bool(row.floor)
+            started = {side: stack.enter_context(Worker(side, row.threads, baseline)) for side in sides}
+            return measure(row, folders, rounds, baseline, started)
+    answers, repeats = {}, {}
+    for side, worker in workers.items():
+        answers[side] = worker.ask(**make_request(row, side, folders))
+        worker.ask(repeat=1)
+        repeats[side] = max(1, int(LEAST / worker.ask(repeat=1)["seconds"]))
+    compare_results({side: answer["results"] for side, answer in answers.items() if side != "floor"})
+    seconds: dict[str, list[float]] = {side: [] for side in workers}
+    for _ in range(rounds):
         for side, worker in workers.items():
-            options = row.options | (row.ours if side == "fast" else {})
-            if "folder" in options:
-                options["folder"] = str(folders / options["folder"])
-            name = row.work
-            if side == "floor":
-                name = row.floor
-                options = {key: options[key] for key in options.keys() & {"folder", "batch", "new"}}
-            answers[side] = worker.ask(work=name, options=options)
-            worker.ask(repeat=1)
-            once = worker.ask(repeat=1)["seconds"]
-            repeats[side] = max(1, int(least / once))
-        compare_results({side: answers[side]["results"] for side in sides})
-        for _ in range(rounds):
-            for side, worker in workers.items():
-                if row.threads > 1:
-                    time.sleep(0.3)  # the threads of the side before stop spinning
-                answer = worker.ask(repeat=repeats[side])
-                seconds[side].append(answer["seconds"] / repeats[side])
-                answers[side] |= answer
-    versions = {name: v for a in answers.values() for name, v in a["versions"].items() if name != "kernels"}
-    peer = "peer" if "peer" in seconds else "baseline"
-    ratios = {side: float(np.median(np.divide(seconds[side], seconds[peer]))) for side in seconds if peer in seconds}
+            if row.threads > 1:
+                time.sleep(0.3)  # the threads of the side before stop spinning
+            answer = worker.ask(repeat=repeats[side])
+            seconds[side].append(answer["seconds"] / repeats[side])
+            answers[side] |= answer
+    peer = seconds.get("peer", seconds.get("baseline"))
+    ours = [side for side in SIDES if side in workers]
     return {
         "seconds": {side: float(np.median(s)) for side, s in seconds.items()},
-        "ratios": ratios,
-        "faults": {side: answers[side]["faults"] / repeats[side] for side in sides},
-        "memory_mb": {side: answers[side]["peak_mb"] - answers[side]["import_mb"] for side in sides},
-        "process_mb": {side: answers[side]["peak_mb"] for side in sides},
-        "versions": versions,
+        "ratios": {side: float(np.median(np.divide(s, peer))) for side, s in seconds.items()} if peer else {},
+        "faults": {side: answers[side]["faults"] / repeats[side] for side in ours},
+        "memory_mb": {side: answers[side]["peak_mb"] - answers[side]["import_mb"] for side in ours},
+        "process_mb": {side: answers[side]["peak_mb"] for side in ours},
+        "versions": {name: version for answer in answers.values() for name, version in answer["versions"].items()},
     }
+
+
+LEAST = 0.05  # seconds of a measurement: quicker works are repeated
+
+
+def make_request(row: Row, side: str, folders: Path) -> dict[str, Any]:
+    """What to ask the worker of a side for, so that it makes the work of a row."""
+    options = row.options | (row.ours if side == "fast" else {})
+    if "folder" in options:
+        options["folder"] = str(folders / options["folder"])
+    if side == "floor":
+        return {
+            "work": row.floor,
+            "options": {key: options[key] for key in options.keys() & {"folder", "batch", "new"}},
+        }
+    return {"work": row.work, "options": options}
 
 
 def has_side(side: str, row: Row, baseline: Path | None) -> bool:
@@ -217,8 +254,9 @@ def has_side(side: str, row: Row, baseline: Path | None) -> bool:
 
 def compare_results(results: dict[str, list[float]]) -> None:
     """Raise AssertionError unless all sides computed the same: tokens, losses of three steps, logits or gradients."""
+    expected = next(iter(results.values()))
     for side, numbers in results.items():
-        np.testing.assert_allclose(numbers, results["numpy"], rtol=2e-3, atol=2e-4, err_msg=side)
+        np.testing.assert_allclose(numbers, expected, rtol=2e-3, atol=2e-4, err_msg=side)
 
 
 def measure_import(rounds: int) -> dict[str, Any]:
@@ -256,20 +294,19 @@ SWEEPS: dict[str, tuple[str, list[int]]] = {
 BASE = {"vocab_size": 65, "block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64}
 
 
-def measure_growth(folders: Path, rounds: int) -> dict[str, Any]:
-    """The seconds of a training step of 4 rows against tokens, width and layers; the exponent of the last doubling."""
-    growth: dict[str, Any] = {}
-    for name, (option, sizes) in SWEEPS.items():
-        seconds: dict[str, list[float]] = {"fast": [], "numpy": [], "peer": []}
+def measure_sweep(name: str, folders: Path, rounds: int) -> dict[str, Any]:
+    """The seconds of a training step of 4 rows against a size, and the exponent of its last doubling."""
+    option, sizes = SWEEPS[name]
+    seconds: dict[str, list[float]] = {"fast": [], "numpy": [], "peer": []}
+    with ExitStack() as stack:
+        workers = {side: stack.enter_context(Worker(side, 1)) for side in seconds}
         for size in sizes:
             write_weights(folders / f"{name}-{size}", BASE | {option: size})
             row = Row(f"{name} {size}", "train", {"folder": f"{name}-{size}", "batch": 4})
-            measured = measure(row, folders, rounds, None, least=0.02)["seconds"]
-            for side, times in seconds.items():
-                times.append(measured[side])
-        exponents = {side: float(np.log2(t[-1] / t[-2])) for side, t in seconds.items()}
-        growth[name] = {"sizes": sizes, "seconds": seconds, "exponents": exponents}
-    return growth
+            for side, value in measure(row, folders, rounds, workers=workers)["seconds"].items():
+                seconds[side].append(value)
+    exponents = {side: float(np.log2(t[-1] / t[-2])) for side, t in seconds.items()}
+    return {"sizes": sizes, "seconds": seconds, "exponents": exponents}
 
 
 def measure_positions(folders: Path, rounds: int, new: int = 8) -> dict[str, Any]:
@@ -277,17 +314,27 @@ def measure_positions(folders: Path, rounds: int, new: int = 8) -> dict[str, Any
     positions = [32, 64, 128, 256, 500]
     write_folder(folders / "gpt2-long", NANO | {"block_size": 512})
     result: dict[str, Any] = {"positions": positions}
-    for use_cache in (True, False):
-        seconds: dict[str, list[float]] = {"fast": [], "peer": []}
-        for prompt in positions:
-            times = {}
-            for count in (1, 1 + new):
-                options = {"folder": "gpt2-long", "prompt": prompt, "new": count, "use_cache": use_cache}
-                times[count] = measure(Row("", "generate", options), folders, rounds, None)["seconds"]
-            for side, values in seconds.items():
-                values.append((times[1 + new][side] - times[1][side]) / new)
-        result["cached" if use_cache else "uncached"] = seconds
+    with ExitStack() as stack:
+        workers = {side: stack.enter_context(Worker(side, 1)) for side in ("fast", "peer")}
+        for use_cache in (True, False):
+            seconds: dict[str, list[float]] = {side: [] for side in workers}
+            for prompt in positions:
+                times = {}
+                for count in (1, 1 + new):
+                    options = {"folder": "gpt2-long", "prompt": prompt, "new": count, "use_cache": use_cache}
+                    times[count] = measure(Row("", "generate", options), folders, rounds, workers=workers)["seconds"]
+                for side, values in seconds.items():
+                    values.append((times[1 + new][side] - times[1][side]) / new)
+            result["cached" if use_cache else "uncached"] = seconds
     return result
+
+
+def measure_profile(row: Row, folders: Path) -> dict[str, float]:
+    """The share of the time of a step in each file of the package, with compiled kernels, the largest first."""
+    with Worker("fast", row.threads) as worker:
+        worker.ask(**make_request(row, "fast", folders))
+        worker.ask(repeat=3)
+        return worker.ask(profile=2.0)["shares"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -328,15 +375,10 @@ def format_row(row: Row, measured: dict[str, Any]) -> list[str]:
     """The cells of a row: work, threads, peer, ours fast and NumPy alone (ratio and target), floor, baseline."""
     seconds, ratios = measured["seconds"], measured["ratios"]
 
-    def ratio(side: str) -> float | None:
-        if side not in ratios:
-            return None
-        return 1 / ratios[side] if row.tokens else ratios[side]
-
     def cell(side: str, target: float | None) -> str:
-        value = ratio(side)
-        if value is None:
-            return "" if side not in seconds else show(seconds[side], row.tokens)
+        if side not in ratios:
+            return show(seconds[side], row.tokens) if side in seconds else ""
+        value = ratio_of(row, ratios[side])
         goal = "" if target is None else f" ({'≥' if row.tokens else '≤'} {target:.2f})"
         return f"{show(seconds[side], row.tokens)}, **{value:.2f}**{goal}"
 
@@ -350,7 +392,7 @@ def show(seconds: float, tokens: int = 0) -> str:
     if tokens:
         return f"{tokens / seconds:,.0f} tok/s".replace(",", " ")
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
+        if seconds * scale >= 0.9995:  # rounds to 1
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
@@ -359,7 +401,7 @@ HEADER = ["work", "threads", "peer", "with `fast`", "NumPy alone", "products alo
 
 
 def make_table(results: dict[str, Any]) -> str:
-    rows = [format_row(ROWS[key], results["rows"][key]) for key in ROWS if key in results["rows"]]
+    rows = [format_row(ROWS[key], results["rows"][key]) for key in ROWS if key in results.get("rows", {})]
     kept = [i for i, title in enumerate(HEADER) if title != "baseline" or any(row[i] for row in rows)]
     lines = [[HEADER[i] for i in kept], ["---"] * len(kept), *[[row[i] for i in kept] for row in rows]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -401,62 +443,84 @@ def plot_growth(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=9, help="how often each side is timed")
-    parser.add_argument(
-        "--only", default="", help=f"rows, separated by commas: {', '.join(ROWS)}, import, demo, growth, scaling"
-    )
+    parser.add_argument("--only", default="", help=f"parts, separated by commas: {', '.join(PARTS)}")
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="another checkout of this package")
     parser.add_argument("--json", type=Path, default=Path("performance.json"))
     parser.add_argument("--docs", action="store_true", help="write docs/performance.md and its plot")
     args = parser.parse_args()
-    only = set(args.only.split(",")) - {""}
-    unknown = only - set(ROWS) - {"import", "demo", "growth", "scaling"}
-    if unknown:
+    wanted = args.only.split(",") if args.only else PARTS
+    if unknown := set(wanted) - set(PARTS):
         parser.error(f"--only: unknown {sorted(unknown)}")
-
-    def wanted(name: str) -> bool:
-        return not only or name in only
-
-    results: dict[str, Any] = {"machine": describe_machine(), "rounds": args.rounds, "rows": {}}
-    with tempfile.TemporaryDirectory() as name:
-        folders = Path(name)
-        for key, row in ROWS.items():
-            if not wanted(key) or (row.peer == "baseline" and args.baseline is None):
+    results: dict[str, Any] = json.loads(args.json.read_text()) if args.only and args.json.exists() else {}
+    results |= {"machine": describe_machine(), "rounds": args.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in wanted:
+            if part in ROWS and ROWS[part].peer == "baseline" and args.baseline is None:
                 continue
-            folder = row.options.get("folder", "")
-            if folder in SHAPES:
-                write_weights(folders / folder, SHAPES[folder])
-            elif folder and not (folders / folder).exists():
-                write_folder(folders / folder, FOLDERS[folder])
-            rounds = max(3, args.rounds // 2) if key in LONG else args.rounds
-            results["rows"][key] = measure(row, folders, rounds, args.baseline)
-            results.setdefault("versions", {}).update(results["rows"][key].pop("versions"))
-            print(" | ".join(cell for cell in format_row(row, results["rows"][key]) if cell), flush=True)
-        if wanted("import"):
-            results["import"] = measure_import(args.rounds)
-            print(f"import: {results['import']}", flush=True)
-        if wanted("demo"):
-            results["demo"] = measure_demo()
-            print(f"demo: {results['demo']:.1f} s", flush=True)
-        if wanted("growth"):
-            results["growth"] = measure_growth(folders, 3)
-            results["positions"] = measure_positions(folders, 3)
-            print({name: sweep["exponents"] for name, sweep in results["growth"].items()})
-        if wanted("scaling"):
-            results["scaling"] = bench_scaling.write_text(bench_scaling.measure(args.rounds))
-    args.json.write_text(json.dumps(results, indent=1, default=float) + "\n")
+            measure_part(part, results, Path(folder), args.rounds, args.baseline)
+            args.json.write_text(json.dumps(results, indent=1, default=float) + "\n")
     print(f"\n{make_table(results)}\n\nwritten to {args.json}")
     if args.docs:
         write_page(results)
 
 
+PARTS = (*ROWS, *SWEEPS, "positions", "profile", "import", "demo", "scaling")
+
+
+def measure_part(part: str, results: dict[str, Any], folders: Path, rounds: int, baseline: Path | None) -> None:
+    """Measure one part, print a line, and enter the numbers into `results`."""
+    few = max(1, rounds // 3)
+    if part in ROWS:
+        row = ROWS[part]
+        write_files(row, folders)
+        measured = measure(row, folders, few if part in LONG else rounds, baseline)
+        results.setdefault("versions", {}).update(measured.pop("versions"))
+        results.setdefault("rows", {})[part] = measured
+        line = " | ".join(cell for cell in format_row(row, measured) if cell)
+    elif part in SWEEPS:
+        results.setdefault("growth", {})[part] = sweep = measure_sweep(part, folders, few)
+        line = f"{part}: {sweep['exponents']}"
+    elif part == "positions":
+        results[part] = measure_positions(folders, few)
+        line = f"{part}: {results[part]}"
+    elif part == "profile":
+        for key in PROFILED:
+            write_files(ROWS[key], folders)
+            results.setdefault(part, {})[key] = measure_profile(ROWS[key], folders)
+        line = f"{part}: {results[part]}"
+    elif part == "import":
+        results[part] = measure_import(rounds)
+        line = f"{part}: {results[part]}"
+    elif part == "demo":
+        results[part] = measure_demo()
+        line = f"{part}: {results[part]:.1f} s"
+    else:
+        results[part] = bench_scaling.write_text(bench_scaling.measure(max(1, rounds // 4)))
+        line = f"{part}: measured"
+    print(line, flush=True)
+
+
+def write_files(row: Row, folders: Path) -> None:
+    """Write the weights that the works of a row read, unless they are there."""
+    folder = row.options.get("folder", "")
+    if folder in SHAPES:
+        write_weights(folders / folder, SHAPES[folder])
+    elif folder and not (folders / folder).exists():
+        write_folder(folders / folder, FOLDERS[folder])
+
+
 def write_page(results: dict[str, Any]) -> None:
-    """Fill benchmarks/performance_page.md with the numbers. Needs the results of a complete run."""
-    docs, memory = HERE.parent / "docs", results["rows"]["nanogpt"]
+    """Fill benchmarks/performance_page.md with the numbers of all parts, with or without a baseline."""
+    found = {*results["rows"], *results.get("growth", {}), *results}
+    if missing := [part for part in PARTS if part not in found and part != "decode-own"]:
+        sys.exit(f"the page needs all parts: run with --only {','.join(missing)} --docs")
+    docs, memory, positions = HERE.parent / "docs", results["rows"]["nanogpt"], results["positions"]
     names = {"fast": "with `fast`", "numpy": "NumPy alone", "peer": "PyTorch"}
     plot_growth(results, docs / "images" / "performance.svg")
     fields = results["machine"] | {
         "versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
         "table": make_table(results),
+        "missed": describe_missed(results),
         "import_ratio": f"{results['import']['ratios']['fast']:.2f}",
         "demo": show(results["demo"]),
         "memory": "\n".join(
@@ -468,9 +532,50 @@ def write_page(results: dict[str, Any]) -> None:
             f"| {name} | " + " | ".join(f"{sweep['exponents'][side]:.2f}" for side in names) + " |"
             for name, sweep in results["growth"].items()
         ),
+        "decoding": "\n".join(
+            f"| {position} | "
+            + " | ".join(show(positions[kind][side][i]) for side in ("fast", "peer") for kind in KINDS)
+            + " |"
+            for i, position in enumerate(positions["positions"])
+        ),
         "scaling": results["scaling"],
     }
     (docs / "performance.md").write_text((HERE / "performance_page.md").read_text().format(**fields))
+
+
+KINDS = ("cached", "uncached")
+
+
+def describe_missed(results: dict[str, Any]) -> str:
+    """A paragraph for each row that misses a target: by how much, where its time goes, and why."""
+    lines = []
+    for key, row in ROWS.items():
+        ratios = results["rows"].get(key, {}).get("ratios", {})
+        missed = [
+            f"{value:.2f} instead of {target:.2f} {name}"
+            for side, name, target in zip(
+                ("fast", "numpy"), ("with `fast`", "with NumPy alone"), row.targets, strict=True
+            )
+            if target and side in ratios and not reaches(value := ratio_of(row, ratios[side]), target, row)
+        ]
+        if missed:
+            shares = results["profile"].get(key, {})
+            profile = ", ".join(f"`{name}` {100 * share:.0f} %" for name, share in list(shares.items())[:6])
+            facts = [f"{' and '.join(missed)}.", f"Time with `fast`: {profile}." if profile else ""]
+            if row.floor:
+                facts.append(f"The products alone take {ratio_of(row, ratios['floor']):.2f} by the same measure.")
+            text = " ".join(fact for fact in [*facts, row.limit] if fact)
+            lines.append(f"- **{row.title}**, threads: {row.threads}: {text}")
+    return "\n".join(lines) or "None."
+
+
+def ratio_of(row: Row, ratio: float) -> float:
+    """The ratio that the table shows: of times, or of speeds for decoding."""
+    return 1 / ratio if row.tokens else ratio
+
+
+def reaches(ratio: float, target: float, row: Row) -> bool:
+    return round(ratio, 2) >= target if row.tokens else round(ratio, 2) <= target
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import tinygrad_mha as tg
 from tinygrad_mha import nn, optim
 
 Work = tuple[Callable[[], Any], list[float]]
+if getattr(tg, "kernels", None) and tg.kernels.active == "numba":
+    tg.kernels.import_compiled()  # so that its memory counts for the import, as that of the other libraries
 VERSIONS = {"tinygrad_mha": tg.__version__, "numpy": np.__version__}
 
 

@@ -114,6 +114,7 @@ def load_model(folder: str) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     VERSIONS["transformers"] = transformers.__version__
     model = transformers.AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32).eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
