@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 SHAPES = {"X": (T, C), "W_Q": (C, D), "W_K": (C, D), "W_V": (C, D_V), "W_O": (D_V, C), "b": (C,)}
 INPUTS = {name: RNG.standard_normal(shape) for name, shape in SHAPES.items()}
 ALLOW = np.tri(T, dtype=bool)
-WRONG_SUM = "a sum is over the wrong axis: with axis={} in place of axis={} it is right"
+WRONG_SUM = "a sum over axis {1} is wrong: a sum over axis {0} is right"
 
 
 def attend(X, W_Q, W_K, W_V, W_O, b):
@@ -61,7 +61,7 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
         ("dQ", lambda dS, K: dS @ K, "a factor of 1/sqrt(7) is missing"),
         ("dK", lambda dS, Q: (dS.T @ Q / D**0.5).T, "a transpose: dK.mT is right"),
         ("db", lambda dY: dY, "the sum over a broadcast axis is missing: db.sum(axis=(0,)) is right"),
-        ("db", lambda dY: dY.mean(axis=0), "a factor of 3 is missing"),
+        ("db", lambda dY: dY.mean(axis=0), "a mean over axis 0 is wrong: a sum over axis 0 is right"),
         ("db", lambda dY: dY.sum(axis=0, keepdims=True), "the shape: db.reshape(5,) is right"),
         ("dM", lambda dP, P: np.where(ALLOW, RIGHT["dM"](dP, P), 1), "it is not 0 where it must be: a mask is missing"),
         ("dX", lambda dQ, W_Q, dV, W_V: dQ @ W_Q.T + dV @ W_V.T, "what comes through K is missing"),
@@ -74,6 +74,7 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
         ("db", lambda dY: dY.sum(axis=1), WRONG_SUM.format(-2, 1)),
         ("dM", lambda dP, P: P * (dP - (P * dP).sum(axis=0, keepdims=True)), WRONG_SUM.format(-1, 0)),
         ("dM", lambda dP, P: P * (dP - np.sum(P * dP, 0, keepdims=True)), WRONG_SUM.format(-1, 0)),
+        ("db", lambda dY: np.einsum("ij->j", dY) / T, "a factor of 3 is missing"),
         ("dQ", lambda dS, K: -dS @ K, "a factor of -1/sqrt(7) is missing"),
     ],
 )
@@ -114,6 +115,15 @@ def test_each_mean_of_a_layer_norm_is_named_if_it_is_missing(part):
     verdict = check.derivation(forward, {"x": RNG.standard_normal((T, C))}, {"dx": dx})
     repair = {"first": "dx - dx.mean", "second": "dx - y * (y * dx).mean"}[part]
     assert verdict.failed[0].cause == f"a row mean is missing: {repair}(axis=-1, keepdims=True) is right"
+
+
+def test_a_missing_factor_may_be_broadcast_or_divide():
+    def forward(x, w):
+        return (x / w).named("n") * w
+
+    inputs = {"x": RNG.standard_normal((T, C)), "w": RNG.standard_normal(C)}
+    verdict = check.derivation(forward, inputs, {"dn": lambda dY: dY, "dx": lambda dn: dn})
+    assert [finding.cause for finding in verdict.failed] == ["a factor w is missing", "a factor 1 / w is missing"]
 
 
 def test_the_worst_element_is_shown_with_both_references():

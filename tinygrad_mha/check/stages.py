@@ -244,8 +244,8 @@ def judge(
         reason = "the gradient is 0 everywhere, so this cannot fail: a .sum() after softmax or layer norm?"
         return Finding(name, "does not apply", reason, details=details)
     repairs = itertools.chain(
-        list_repairs(name, given, right, formula.arrays(), parts),
         formula.list_changes(),
+        list_repairs(name, given, right, formula.arrays(), parts),
         list_missing_paths(given, parts),
     )
     cause = next((words for words, array in repairs if is_right(array)), "")
@@ -294,12 +294,11 @@ class Formula:
     def list_changes(self) -> Iterator[tuple[str, np.ndarray]]:
         """Single changes, a sum or mean over another axis or a transposed operand: in words, and the result."""
         operands = {key: x for key, x in self.arguments.items() if isinstance(x, np.ndarray) and x.ndim >= 2}
-        for number, axis in itertools.product(range(MOST_REDUCTIONS), (-1, -2, -3)):
-            reductions = Reductions(number, axis)
+        for number, kind, axis in itertools.product(range(MOST_REDUCTIONS), ("sum", "mean"), (None, -1, -2, -3)):
+            reductions = Reductions(number, kind, axis)
             with contextlib.suppress(Exception):
                 result = self.compute(**{key: reductions.watch(x) for key, x in operands.items()})
-                place = f"axis={axis} in place of axis={reductions.old}"
-                yield f"a {reductions.name} is over the wrong axis: with {place} it is right", result
+                yield f"{reductions.change} is right", result
         for key, x in operands.items():
             with contextlib.suppress(Exception):  # shapes may not fit
                 words = f"an operand is transposed: with {key}.mT in place of {key} it is right"
@@ -307,28 +306,32 @@ class Formula:
 
 
 class Reductions:
-    """The sums and means of the arrays that it watches, in the order of the calls; one is taken over another axis.
+    """The sums and means of the arrays that it watches, in the order of the calls; one of them is replaced.
 
     Attributes:
-        number, axis: which one, and the axis that it gets.
-        name, old: "sum" or "mean", and the axis that was asked for.
+        number: which one.
+        kind, axis: what replaces it; None keeps the axis.
+        change: what was replaced, in words.
     """
 
-    def __init__(self, number: int, axis: int) -> None:
-        self.number, self.axis = number, axis
-        self.name, self.old = "", None
-
-        def reduce(name: str, x: np.ndarray, axis: Any = None, **options: Any) -> Any:
-            if self.number == 0:
-                self.name, self.old, axis = name, axis, self.axis
-            self.number -= 1
-            return self.watch(getattr(x.view(np.ndarray), name)(axis=axis, **options))
+    def __init__(self, number: int, kind: str, axis: int | None) -> None:
+        self.number, self.kind, self.axis = number, kind, axis
+        self.change = ""
 
         class Watched(np.ndarray):
-            sum = functools.partialmethod(lambda x, *args, **options: reduce("sum", x, *args, **options))
-            mean = functools.partialmethod(lambda x, *args, **options: reduce("mean", x, *args, **options))
+            sum = functools.partialmethod(lambda x, *args, **options: self.reduce("sum", x, *args, **options))
+            mean = functools.partialmethod(lambda x, *args, **options: self.reduce("mean", x, *args, **options))
 
         self.watch = lambda x: np.asarray(x).view(Watched)
+
+    def reduce(self, kind: str, x: np.ndarray, axis: Any = None, **options: Any) -> Any:
+        """Called in place of x.sum and x.mean."""
+        if self.number == 0:
+            place = f"{kind} over axis {axis}"
+            kind, axis = self.kind, axis if self.axis is None else self.axis
+            self.change = f"a {place} is wrong: a {kind} over axis {axis}"
+        self.number -= 1
+        return self.watch(getattr(x.view(np.ndarray), kind)(axis=axis, **options))
 
 
 def list_repairs(
@@ -355,8 +358,9 @@ def list_repairs(
     if given.size > 1:
         words = write_factor(factor, {n for array in arrays.values() for n in array.shape})
         yield f"a factor of {words} is missing", factor * given
-    alike = {key: array for key, array in arrays.items() if array.shape == given.shape}
+    alike = {key: array for key, array in arrays.items() if array.ndim and is_broadcast_to(array.shape, given.shape)}
     yield from ((f"a factor {key} is missing", given * array) for key, array in alike.items())
+    yield from ((f"a factor 1 / {key} is missing", given / array) for key, array in alike.items() if array.all())
     if right.any():
         yield "it is not 0 where it must be: a mask is missing", np.where(right == 0, 0.0, given)
     terms = [
@@ -378,6 +382,11 @@ def list_missing_paths(given: np.ndarray, parts: list[tuple[str, np.ndarray]]) -
         for left_out in itertools.combinations(parts, n):
             names = ", ".join(part_name for part_name, _ in left_out)
             yield f"what comes through {names} is missing", given + sum(part for _, part in left_out)
+
+
+def is_broadcast_to(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether an array of this shape can be multiplied with one of the other, and gives one of the other."""
+    return len(shape) <= len(other) and all(n in (1, m) for n, m in zip(shape[::-1], other[::-1], strict=False))
 
 
 def write_factor(factor: float, lengths: set[int]) -> str:
