@@ -349,12 +349,12 @@ def power(b: Builder, name: str) -> Value:
     return b.apply(name, b.away_from(x, 0.0), b.rng.integers(0, 4, b.partner_shape(x.shape)))
 
 
-@builds("neg", "exp", "erf", "tanh", "sigmoid")
+@builds("neg", "exp", "erf", "tanh", "sigmoid", "sin", "cos", "expm1")
 def smooth(b: Builder, name: str) -> Value:
     return b.apply(name, b.pick())
 
 
-@builds("log", "sqrt")
+@builds("log", "sqrt", "log1p")
 def of_positive(b: Builder, name: str) -> Value:
     return b.apply(name, b.positive(b.pick()))
 

@@ -583,7 +583,7 @@ def test_the_special_forms_of_a_ufunc_are_refused(call, words):
         call(ones(3))
 
 
-@pytest.mark.parametrize("name", ["sin", "arctan2", "log1p", "logaddexp", "hypot", "floor"])
+@pytest.mark.parametrize("name", ["arctan2", "logaddexp", "hypot", "floor"])
 def test_an_unsupported_ufunc_is_refused_and_the_supported_ones_are_listed(name):
     ufunc = getattr(np, name)
     with refused(TypeError, f"np.{name}", "exp, ", "tanh", ".numpy()", "tg.ops.primitive"):
@@ -592,7 +592,7 @@ def test_an_unsupported_ufunc_is_refused_and_the_supported_ones_are_listed(name)
 
 @pytest.mark.parametrize(
     "call",
-    [np.cumsum, np.sort, np.median, np.prod, np.trace, np.unique, np.linalg.inv, lambda x: np.pad(x, 1), np.ravel],
+    [np.sort, np.median, np.trace, np.unique, np.linalg.inv, np.cumprod, np.diagonal],
 )
 def test_an_unsupported_function_is_refused_and_the_supported_ones_are_listed(call):
     with refused(TypeError, "concatenate", "einsum", "where", ".numpy()", "tg.ops.primitive"):
@@ -600,8 +600,8 @@ def test_an_unsupported_function_is_refused_and_the_supported_ones_are_listed(ca
 
 
 def test_the_refusal_names_the_function():
-    with refused(TypeError, "np.cumsum"):
-        np.cumsum(ones(3))
+    with refused(TypeError, "np.cumprod"):
+        np.cumprod(ones(3))
 
 
 def test_functions_with_another_meaning_in_numpy_are_refused():

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy import ndarray
 
+from tinygrad_mha.kernels.reference import sum_leading
 from tinygrad_mha.primitives import Primitive
 
 __all__ = ["Node", "WriteTime", "backward", "sweep", "tick", "toposort"]
@@ -278,7 +279,11 @@ def unbroadcast(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
             f"{gradient.shape}; expected {tuple(x.shape)}, or a shape that {tuple(x.shape)} broadcasts to"
         )
     if added or stretched:
-        gradient = gradient.sum(axis=tuple(range(added)) + stretched, keepdims=True)
+        axes = tuple(range(added)) + stretched
+        if gradient.dtype == np.float32 and axes == tuple(range(len(axes))) and gradient.__class__ is ndarray:
+            gradient = sum_leading(gradient, len(axes))
+        else:
+            gradient = gradient.sum(axis=axes, keepdims=True)
     return gradient.reshape(x.shape)
 
 

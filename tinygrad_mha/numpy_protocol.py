@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from tinygrad_mha import ops
 
@@ -83,6 +84,84 @@ def dot(a: Any, b: Any) -> Any:
     return UFUNCS[np.matmul](a, b)
 
 
+def full(fill: Callable[..., Any]) -> Callable[..., Any]:
+    """np.zeros_like and the like: plain arrays, which depend on the shape and dtype alone."""
+    return lambda x, *args, **kwargs: fill(x.numpy(), *args, **kwargs)
+
+
+def on_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose result has no derivative, of the values."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*(x.numpy() if is_tensor(x) else x for x in args), **kwargs)
+
+    return call
+
+
+def expand_dims(x: Any, axis: Any) -> Any:
+    n = x.ndim + len(np.atleast_1d(axis))
+    axes = normalize_axis_tuple(axis, n)
+    lengths = iter(x.shape)
+    return ops.reshape(x, shape=tuple(1 if i in axes else next(lengths) for i in range(n)))
+
+
+def squeeze(x: Any, axis: Any = None) -> Any:
+    axes = [i for i, n in enumerate(x.shape) if n == 1] if axis is None else normalize_axis_tuple(axis, x.ndim)
+    if any(x.shape[i] != 1 for i in axes):
+        raise ValueError(f"squeeze removes axes of length 1, got axis {axis} of shape {x.shape}")
+    return ops.reshape(x, shape=tuple(n for i, n in enumerate(x.shape) if i not in axes))
+
+
+def ravel(x: Any) -> Any:
+    return ops.reshape(x, shape=(-1,))
+
+
+def at_least(n: int, xs: Any) -> list[Any]:
+    """The arrays with axes of length 1 in front, up to `n` axes."""
+    return [ops.reshape(x, shape=(1,) * (n - np.ndim(x)) + np.shape(x)) for x in xs]
+
+
+def hstack(xs: Any) -> Any:
+    xs = at_least(1, xs)
+    return ops.concat(*xs, axis=0 if np.ndim(xs[0]) == 1 else 1)
+
+
+def outer(a: Any, b: Any) -> Any:
+    return operator("mul")(ops.reshape(a, shape=(-1, 1)), ops.reshape(b, shape=(1, -1)))
+
+
+def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
+    if axis is None:
+        x, axis = ravel(x), 0
+    index = np.repeat(np.arange(x.shape[axis]), repeats)
+    return x[(slice(None),) * (axis % x.ndim) + (index,)]
+
+
+def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Any:
+    if mode != "constant" or np.ndim(constant_values):
+        raise TypeError(f"np.pad of a tensor adds one constant: mode 'constant' and one number, got mode {mode!r}")
+    for axis, widths in enumerate(np.broadcast_to(pad_width, (x.ndim, 2)).tolist()):
+        if any(widths):
+            shapes = [(*x.shape[:axis], width, *x.shape[axis + 1 :]) for width in widths]
+            before, after = (np.full(shape, constant_values, x.dtype) for shape in shapes)
+            x = ops.concat(before, x, after, axis=axis)
+    return x
+
+
+def cumsum(x: Any, axis: int | None = None) -> Any:
+    return ops.cumsum(ravel(x), axis=0) if axis is None else ops.cumsum(x, axis=axis)
+
+
+def triangle(keep: Callable[..., Any]) -> Callable[..., Any]:
+    """np.tril and np.triu: zeros on one side of a diagonal of the last two axes."""
+    return lambda x, k=0: ops.where(keep(np.ones(x.shape[-2:], bool), k), x, 0.0)
+
+
+def einsum(*args: Any, optimize: Any = False) -> Any:
+    """`optimize` chooses the order of products in NumPy, and not the result; it is accepted for that reason."""
+    return ops.einsum(*args)
+
+
 COMPARISONS: tuple[Any, ...] = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
 COMPARISONS += (np.isfinite, np.isnan, np.isinf, np.sign)
 
@@ -103,6 +182,11 @@ UFUNCS: dict[Any, Callable[..., Any]] = {
     np.sqrt: ops.sqrt,
     np.square: lambda x: x * x,
     np.tanh: ops.tanh,
+    np.sin: ops.sin,
+    np.cos: ops.cos,
+    np.log1p: ops.log1p,
+    np.expm1: ops.expm1,
+    np.reciprocal: lambda x: 1.0 / x,
     np.maximum: in_one_dtype(ops.maximum),
     np.minimum: in_one_dtype(ops.minimum),
 }
@@ -114,9 +198,20 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.std: reduce(ops.std),
     np.max: reduce(ops.max),
     np.min: reduce(ops.min),
+    np.amax: reduce(ops.max),
+    np.amin: reduce(ops.min),
+    np.prod: reduce(ops.prod),
+    np.cumsum: cumsum,
     np.linalg.norm: norm,
-    np.argmax: lambda x, axis=None: x.argmax(axis=axis),
-    np.argmin: lambda x, axis=None: x.argmin(axis=axis),
+    np.argmax: lambda x, axis=None, **kwargs: x.argmax(axis=axis, **kwargs),
+    np.argmin: lambda x, axis=None, **kwargs: x.argmin(axis=axis, **kwargs),
+    np.argsort: on_values(np.argsort),
+    np.allclose: on_values(np.allclose),
+    np.isclose: on_values(np.isclose),
+    np.array_equal: on_values(np.array_equal),
+    np.zeros_like: full(np.zeros_like),
+    np.ones_like: full(np.ones_like),
+    np.full_like: full(np.full_like),
     np.where: ops.where,
     np.clip: lambda x, a_min=None, a_max=None, **kwargs: ops.clip(x, **{"min": a_min, "max": a_max, **kwargs}),
     np.reshape: with_shape(ops.reshape),
@@ -126,8 +221,20 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.swapaxes: ops.swapaxes,
     np.concatenate: join(ops.concat),
     np.stack: join(ops.stack),
+    np.hstack: hstack,
+    np.vstack: lambda xs: ops.concat(*at_least(2, xs), axis=0),
     np.split: ops.split,
-    np.einsum: ops.einsum,
+    np.expand_dims: expand_dims,
+    np.squeeze: squeeze,
+    np.moveaxis: ops.moveaxis,
+    np.ravel: ravel,
+    np.flip: ops.flip,
+    np.repeat: repeat,
+    np.pad: pad,
+    np.tril: triangle(np.tril),
+    np.triu: triangle(np.triu),
+    np.outer: outer,
+    np.einsum: einsum,
     np.dot: dot,
     np.shape: lambda x: x.shape,
     np.ndim: lambda x: x.ndim,

@@ -74,7 +74,8 @@ def grad(
     for x in xs:
         g = gradients[id(x)] if id(x) in gradients else Tensor(np.zeros(x.shape, x.dtype))
         is_taken = any(g is other for other in (grad_output, *results))
-        g = ops.reshape(g, shape=g.shape) if is_taken else g
+        if is_taken:
+            g = ops.reshape(g, shape=g.shape) if create_graph else wrap(g._data.copy())
         if create_graph and not g.requires_grad:
             # A constant gradient, of a linear function: a leaf, so that its own derivatives are zeros and no error.
             g = Tensor(g._data, requires_grad=True)

@@ -91,12 +91,18 @@ SAMPLES = {
         ((nonzero(rng, 2, 3), -2), {}),
         ((positive(rng, 2, 3), 0.5), {}),
         ((2.5, normal(rng, 3)), {}),
+        ((positive(rng, 3), np.array([0.0, 1.0, 2.0])), {}),
     ],
     "neg": one_operand(normal),
     "scale": one_operand(normal, by=-0.7),
     "exp": one_operand(normal),
     "log": one_operand(positive),
     "sqrt": one_operand(positive),
+    "log1p": one_operand(positive),
+    "expm1": one_operand(normal),
+    "sin": one_operand(normal),
+    "cos": one_operand(normal),
+    "cumsum": lambda rng: [((normal(rng, 2, 3, 5),), {"axis": axis}) for axis in (0, 1, -1)],
     "erf": lambda rng: [((np.linspace(-3.1, 3.3, 17),), {}), ((normal(rng, 2, 3),), {})],
     "tanh": one_operand(normal),
     "sigmoid": one_operand(normal),
@@ -176,6 +182,7 @@ SAMPLES = {
         ((np.where(random_mask(rng, 3, 5), normal(rng, 3, 5), -np.inf),), {}),
     ],
     "log_softmax": one_operand(normal, (2, 3), (5,), axis=-1),
+    "logsumexp": reductions(normal, empty=False),
     "cross_entropy": lambda rng: [
         ((normal(rng, 7, 5), np.array([0, 4, 2, -100, 1, 1, 3])), way)
         for way in [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.1}]

@@ -86,7 +86,19 @@ def layer_norm(
     """Normalize the last axis: the result, and the mean (..., 1) and 1 / sqrt(var + eps) (..., 1) of each row."""
     given = [a for a in (weight, bias) if a is not None]
     body = select(x, *given) if all(a.shape == x.shape[-1:] for a in given) else reference
-    return body.layer_norm(x, weight, bias, eps)
+    result = body.layer_norm(x, weight, bias, eps)
+    usable = result[2] > 0
+    return result if usable.all() else layer_norm_of_large_rows(x, weight, bias, eps, ~usable)
+
+
+def layer_norm_of_large_rows(
+    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, large: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`layer_norm` where the squares of the rows `large` (..., 1) overflow: these are scaled down first."""
+    # A power of 2, so small that eps does not count beside the variance even then.
+    factor = np.where(large, np.ldexp(1.0, -5 * np.finfo(x.dtype).maxexp // 8), 1.0).astype(x.dtype)
+    y, mean, rstd = reference.layer_norm(x * factor, weight, bias, np.where(large, 0, eps).astype(x.dtype))  # type: ignore[arg-type]
+    return y, mean / factor, rstd * factor
 
 
 def layer_norm_vjp(

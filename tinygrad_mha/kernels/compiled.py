@@ -98,16 +98,23 @@ def cdf(x, e):  # type: ignore[no-untyped-def]
 
 
 @compile_loops
+def clip_low(x):  # type: ignore[no-untyped-def]
+    """x, but -40 below that: there Phi is 0, and -inf times 0 would be nan."""
+    return F(-40) if x < F(-40) else x
+
+
+@compile_loops
 def gelu_loops(x, y):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        y[i] = x[i] * cdf(x[i], exp(-HALF * x[i] * x[i]))
+        y[i] = clip_low(x[i]) * cdf(x[i], exp(-HALF * x[i] * x[i]))
 
 
 @compile_loops
 def gelu_vjp_loops(g, x, g_x):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        e = exp(-HALF * x[i] * x[i])
-        g_x[i] = g[i] * (cdf(x[i], e) + x[i] * (DENSITY_AT_0 * e))
+        t = clip(x[i], F(40))  # beyond, the density rounds to 0
+        e = exp(-HALF * t * t)
+        g_x[i] = g[i] * (cdf(x[i], e) + t * (DENSITY_AT_0 * e))
 
 
 @compile_loops
@@ -119,7 +126,7 @@ def tanh_cdf(x):  # type: ignore[no-untyped-def]
 @compile_loops
 def gelu_tanh_loops(x, y):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        y[i] = x[i] * tanh_cdf(x[i])
+        y[i] = clip_low(x[i]) * tanh_cdf(x[i])
 
 
 @compile_loops
@@ -147,14 +154,19 @@ def layer_norm(
 def layer_norm_loops(x, weight, bias, eps, y, mean, rstd):  # type: ignore[no-untyped-def]
     rows, n = x.shape
     for r in range(rows):
-        total, squares = ZERO, ZERO
+        total, rest, squares = ZERO, ZERO, ZERO
         for i in range(n):
             total += x[r, i]
         mean[r] = total / F(n)
         for i in range(n):
             centred = x[r, i] - mean[r]
+            rest += centred
             squares += centred * centred
-        rstd[r] = ONE / np.sqrt(squares / F(n) + eps)
+        rest /= F(n)  # the rounding error of the mean
+        mean[r] += rest
+        variance = squares / F(n) - rest * rest
+        variance = ZERO if variance < ZERO else variance
+        rstd[r] = ONE / np.sqrt(variance + eps) if variance < INFINITY else ZERO  # `kernels.layer_norm` looks for 0
         for i in range(n):
             y[r, i] = (x[r, i] - mean[r]) * rstd[r] * weight[i] + bias[i]
 

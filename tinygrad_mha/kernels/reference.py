@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 __all__ = ["EXACT_P", "LOWEST", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp"]
-__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "softmax_over_keys"]
+__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "softmax_over_keys", "sum_leading"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # The error function
@@ -101,6 +101,7 @@ EXACT_P = (
     -2.645296603986935e-07,
     3.5124341213332855e-09,
 )
+LOWEST_INPUT = -1e4  # Phi is 0 there in every dtype, and minus infinity times 0 would be nan
 
 
 def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +110,7 @@ def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
         return y.astype(x.dtype), phi.astype(x.dtype)
     if x.dtype.itemsize > 4 and not tanh:
         phi = np.asarray(0.5 * (1.0 + erf(x * math.sqrt(0.5))))  # NumPy makes a scalar of a 0-d array
-        return np.asarray(x * phi), phi
+        return np.asarray(np.maximum(x, LOWEST_INPUT) * phi), phi
     first, *rest = [-c for c in (TANH_P if tanh else EXACT_P)[::-1]]
 
     def step(x: np.ndarray, y: np.ndarray, phi: np.ndarray) -> None:
@@ -123,7 +124,8 @@ def gelu(x: np.ndarray, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
         np.exp(z, out=z)
         z += 1.0
         np.reciprocal(z, out=phi)
-        np.multiply(x, phi, out=y)
+        np.maximum(x, LOWEST_INPUT, out=y)
+        y *= phi
 
     y, phi = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
     with np.errstate(over="ignore"):  # an infinite exp makes Phi 0
@@ -137,6 +139,7 @@ def gelu_vjp(g: np.ndarray, phi: np.ndarray | None, x: np.ndarray, tanh: bool) -
     linear, cubic = TANH_P
 
     def step_exact(g: np.ndarray, phi: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+        x = np.clip(x, -40.0, 40.0)  # beyond, Phi' rounds to 0; prevents infinity times 0
         np.multiply(x, x, out=out)
         out *= -0.5
         np.exp(out, out=out)
@@ -185,10 +188,14 @@ def layer_norm(
     if x.dtype == np.float16:  # its sums overflow at 65504
         y, mean, rstd = layer_norm(x.astype(np.float32), weight, bias, eps)
         return y.astype(np.result_type(*[a for a in (x, weight, bias) if a is not None])), mean, rstd
-    mean = row_mean(x)
-    y = x - mean
-    rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
-    y *= rstd
+    with np.errstate(over="ignore", invalid="ignore"):  # `kernels.layer_norm` scales rows that overflow
+        mean = row_mean(x)
+        y = x - mean
+        rest = row_mean(y)  # the rounding error of the mean, which would be normalized where a row is constant
+        mean += rest
+        y -= rest
+        rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
+        y *= rstd
     if weight is not None:
         y = y * weight
     return y if bias is None else y + bias, mean, rstd
@@ -219,6 +226,12 @@ def layer_norm_vjp(
 def row_mean(x: np.ndarray) -> np.ndarray:
     """The mean over the last axis, kept with length 1. For small arrays np.mean takes four times as long."""
     return np.add.reduce(x, axis=-1, keepdims=True) / x.shape[-1]
+
+
+def sum_leading(x: np.ndarray, n: int) -> np.ndarray:
+    """The sum over the first `n` axes. NumPy adds row after row, which loses digits of float32; a product does not."""
+    rows = x.reshape((math.prod(x.shape[:n]), math.prod(x.shape[n:])))
+    return np.ones(len(rows), x.dtype).dot(rows).reshape(x.shape[n:])
 
 
 def row_mean_of_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

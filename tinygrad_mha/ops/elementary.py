@@ -28,13 +28,14 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import as_index, check_boolean, check_ids
 from tinygrad_mha.kernels import reference
-from tinygrad_mha.kernels.reference import merge_rows
+from tinygrad_mha.kernels.reference import merge_rows, sum_leading
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["abs", "add", "broadcast_to", "cast", "clip", "concat", "div", "einsum", "erf", "exp", "getitem", "linear"]
-__all__ += ["log", "mask", "matmul", "max", "maximum", "mean", "min", "minimum", "mul", "neg", "norm", "pow", "relu"]
-__all__ += ["reshape", "scale", "scatter_add", "sigmoid", "split", "sqrt", "stack", "std", "sub", "sum", "swapaxes"]
-__all__ += ["take", "tanh", "transpose", "var", "where"]
+__all__ = ["abs", "add", "broadcast_to", "cast", "clip", "concat", "cos", "cumsum", "div", "einsum", "erf", "exp"]
+__all__ += ["expm1", "flip", "getitem", "linear", "log", "log1p", "mask", "matmul", "max", "maximum", "mean", "min"]
+__all__ += ["minimum", "moveaxis", "mul", "neg", "norm", "pow", "prod", "relu", "reshape", "scale", "scatter_add"]
+__all__ += ["sigmoid", "sin", "split", "sqrt", "stack", "std", "sub", "sum", "swapaxes", "take", "tanh", "transpose"]
+__all__ += ["var", "where"]
 
 INFINITY = math.inf
 X = TypeVar("X", bound=Any)  # an array or a Tensor
@@ -170,6 +171,42 @@ def log(x) -> np.ndarray:
 
 
 log.vjps(lambda g, y, x: divide_gradient(g, x))
+
+
+@primitive(kind="elementwise")
+def log1p(x) -> np.ndarray:
+    """log(1 + x), accurate for small x."""
+    return np.log1p(x)
+
+
+log1p.vjps(lambda g, y, x: divide_gradient(g, 1.0 + x))
+
+
+@primitive(kind="elementwise")
+def expm1(x) -> np.ndarray:
+    """exp(x) - 1, accurate for small x."""
+    return np.expm1(x)
+
+
+expm1.vjps(lambda g, y, x: multiply_gradient(g, y + 1.0))
+
+
+@primitive(kind="elementwise")
+def sin(x) -> np.ndarray:
+    """The sine of an angle in radians."""
+    return np.sin(x)
+
+
+sin.vjps(lambda g, y, x: g * cos(x))
+
+
+@primitive(kind="elementwise")
+def cos(x) -> np.ndarray:
+    """The cosine of an angle in radians."""
+    return np.cos(x)
+
+
+cos.vjps(lambda g, y, x: -g * sin(x))
 
 
 @primitive(kind="elementwise", formula=notation.write_sqrt)
@@ -329,7 +366,22 @@ def count(x, axis):
 @primitive(kind="reduction", formula=notation.write_reduction)
 def sum(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The sum over `axis`. An empty sum is 0."""
+    return add_up(x, axis, keepdims)
+
+
+def add_up(x, axis, keepdims):
+    shape = keepdims_shape(x, axis) if axis is not None and np.ndim(x) > 1 else ()
+    n = next((i for i, m in enumerate(shape) if m != 1), 0)  # the first axes are reduced, or have length 1
+    if n and x.dtype == np.float32 and builtins.all(k == m for k, m in zip(shape[n:], x.shape[n:], strict=True)):
+        total = sum_leading(x, n)
+        return total.reshape(shape) if keepdims else total.reshape(reduced_shape(x, axis))
     return np.sum(x, axis=axis, keepdims=keepdims)
+
+
+def reduced_shape(x, axis):
+    """The shape of `x` without the reduced axes."""
+    axes = normalize_axis_tuple(axis, x.ndim)
+    return tuple(n for i, n in enumerate(x.shape) if i not in axes)
 
 
 sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keepdims_shape(x, axis)), shape=x.shape))
@@ -338,6 +390,8 @@ sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keepdims_shape(x
 @primitive(kind="reduction", formula=notation.write_reduction)
 def mean(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The mean over `axis`."""
+    if axis is not None and np.ndim(x) > 1 and x.dtype == np.float32 and x.size:
+        return add_up(x, axis, keepdims) / count(x, axis)
     return np.mean(x, axis=axis, keepdims=keepdims)
 
 
@@ -385,6 +439,16 @@ def extremum_vjp(g, y, x, *, axis, keepdims):
 
 max.vjps(extremum_vjp)
 min.vjps(extremum_vjp)
+
+
+@primitive(kind="reduction")
+def cumsum(x, *, axis) -> np.ndarray:
+    """The sums of the first 1, 2, 3, ... elements along `axis` (an integer), in the shape of x."""
+    return np.cumsum(x, axis=operator.index(axis))
+
+
+# Element i is part of all sums from i on: the same from the other end.
+cumsum.vjps(lambda g, y, x, axis: flip(cumsum(flip(g, axis), axis=axis), axis))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -686,6 +750,41 @@ def split(x: X, parts: int | Sequence[int], axis: int = 0) -> list[X]:
         parts = [n // parts * i for i in range(1, parts)]
     edges = [0, *parts, n]
     return [x[index_along(axis, slice(a, b))] for a, b in itertools.pairwise(edges)]
+
+
+def moveaxis(x: X, source: int | Sequence[int], destination: int | Sequence[int]) -> X:
+    """Move the axes `source` to the positions `destination`; the others keep their order."""
+    old, new = normalize_axis_tuple(source, x.ndim), normalize_axis_tuple(destination, x.ndim)
+    if len(old) != len(new):
+        raise ValueError(f"expected as many destinations as sources, got {source} and {destination}")
+    axes = [i for i in range(x.ndim) if i not in old]
+    for position, axis in sorted(zip(new, old, strict=True)):
+        axes.insert(position, axis)
+    return transpose(x, axes=tuple(axes))
+
+
+def flip(x: X, axis: Axis = None) -> X:
+    """Reverse the order of the elements along `axis` (None: all axes)."""
+    axes = range(x.ndim) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    return x[tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim))]
+
+
+def prod(x: X, axis: Axis = None, keepdims: bool = False) -> X:
+    """The product over `axis`; 1 of no elements.
+
+    It multiplies pairs, then pairs of these, and so on. So its derivatives are right where elements are 0, too.
+    """
+    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    shape = keepdims_shape(x, axes)
+    kept = tuple(n for i, n in enumerate(x.shape) if i not in axes)
+    y = moveaxis(x, axes, tuple(range(len(axes)))).reshape((math.prod(x.shape[i] for i in axes), *kept))
+    if not len(y):
+        return y.sum(axis=0).reshape(shape if keepdims else kept) + 1.0
+    while len(y) > 1:
+        half = len(y) // 2
+        pairs = y[:half] * y[half : 2 * half]
+        y = concat(pairs, y[2 * half :], axis=0) if len(y) % 2 else pairs
+    return y.reshape(shape if keepdims else kept)
 
 
 def norm(x: X, axis: Axis = None, keepdims: bool = False) -> X:

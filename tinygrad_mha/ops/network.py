@@ -15,11 +15,21 @@ import numpy as np
 from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_ids
 from tinygrad_mha.kernels.reference import LOWEST, merge_rows
-from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, mean, sqrt, sum, where
+from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, keepdims_shape, mean, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["cross_entropy", "dropout", "gelu", "layer_norm", "log_softmax", "rms_norm", "rotate", "softmax"]
+__all__ = [
+    "cross_entropy",
+    "dropout",
+    "gelu",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "rms_norm",
+    "rotate",
+    "softmax",
+]
 
 # --------------------------------------------------------------------------------------------------------------------
 # Softmax and losses
@@ -43,9 +53,20 @@ def shifted_exp(x, axis):
     A row of -inf has the maximum -inf, and -inf minus -inf is nan. So `initial` shifts such a row by the lowest finite
     number; its exp are 0, their sum is set to 1, and its softmax is 0. All other sums are at least exp(0) = 1 already.
     """
-    shifted = x - find_largest(as_floating(x), axis)
+    shifted = subtract_largest(as_floating(x), axis)
     e = np.exp(shifted)
     return shifted, e, np.maximum(e.sum(axis=axis, keepdims=True), 1)
+
+
+def subtract_largest(x, axis):
+    """x minus its largest element along `axis`; the limit where that is inf: 0 for elements inf and -inf for others."""
+    largest = find_largest(x, axis)
+    is_infinite = largest == math.inf
+    if is_infinite.any():
+        x = np.where(is_infinite, np.where(x == math.inf, 0, -math.inf), x).astype(x.dtype)
+        largest = np.where(is_infinite, 0, largest)
+    with np.errstate(over="ignore"):  # to -inf, whose exp is 0 as it should be
+        return x - largest
 
 
 def find_largest(x, axis):
@@ -61,6 +82,19 @@ def log_softmax(x, *, axis=-1) -> np.ndarray:
 
 
 log_softmax.vjps(lambda g, y, x, axis: g - exp(y) * g.sum(axis=axis, keepdims=True))
+
+
+@primitive(kind="reduction", formula=notation.function)
+def logsumexp(x, *, axis=None, keepdims=False) -> np.ndarray:
+    """log(sum(exp(x))) over `axis`, without overflow. -inf where all elements are."""
+    x = as_floating(x)
+    _, _, total = shifted_exp(x, axis)
+    largest = np.max(x, axis=axis, keepdims=True, initial=-math.inf)
+    y = np.log(total) + largest
+    return y if keepdims else np.squeeze(y, axis=axis)
+
+
+logsumexp.vjps(lambda g, y, x, axis, keepdims: g.reshape(keepdims_shape(x, axis)) * softmax(x, axis=axis))
 
 
 @primitive(
@@ -85,7 +119,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, label_smoothing=0.0, re
         rows, class_ids = rows.copy(), class_ids.copy()
         rows[ignored] = class_ids[ignored] = 0  # 0 * nan would let a nan in padding through
     at_target, n = (np.arange(class_ids.size), class_ids), builtins.max(class_ids.size - ignored.size, 1)
-    shifted = rows - find_largest(rows, -1)
+    shifted = subtract_largest(rows, -1)
     loss = shifted[at_target] * (label_smoothing - 1)
     if label_smoothing:
         loss -= label_smoothing * shifted.mean(-1)
@@ -177,8 +211,15 @@ def layer_norm_from_primitives(x, weight=None, bias=None, *, eps=1e-5):
 @primitive(kind="normalization", roles=("data", "weight"), label="RMSNorm", formula=notation.write_norm)
 def rms_norm(x, weight=None, *, eps=1e-5) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
-    rstd = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
-    x_hat = x * rstd
+    wide = x.astype(np.float32) if x.dtype == np.float16 else x  # squares overflow at 256
+    with np.errstate(over="ignore"):  # handled below
+        rstd = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if not rstd.all():  # the squares overflow: scale these rows by a power of 2, beside which eps does not count
+        factor = np.where(rstd == 0, np.ldexp(1.0, -5 * np.finfo(wide.dtype).maxexp // 8), 1.0).astype(wide.dtype)
+        scaled = wide * factor
+        rstd = factor / np.sqrt(np.mean(scaled * scaled, axis=-1, keepdims=True) + np.where(rstd == 0, 0, eps))
+        rstd = rstd.astype(wide.dtype)
+    x_hat = (wide * rstd).astype(x.dtype, copy=False)
     return scale_and_shift(x_hat, weight, None), x_hat, rstd
 
 
