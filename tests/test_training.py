@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,8 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
-from tinygrad_mha.files import CheckpointError, load_arrays
-from tinygrad_mha.files.run_folder import find_latest
+from tinygrad_mha.files import CheckpointError, load_arrays, replacing
+from tinygrad_mha.files.run_folder import CsvLog, find_latest
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.nn.positions import Rotary
 from tinygrad_mha.training import (
@@ -661,7 +662,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     (find_latest(tmp_path / "a") / "model.safetensors").write_bytes(
         (find_latest(tmp_path / "b") / "model.safetensors").read_bytes()
     )
-    with pytest.raises(CheckpointError, match=r"model.safetensors.*expected \(\d+, 6\)"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged: its SHA-256"):
         small(tmp_path / "a", resume=True)
 
 
@@ -671,7 +672,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
     (find_latest(tmp_path / "a") / "optimizer.safetensors").write_bytes(
         (find_latest(tmp_path / "b") / "optimizer.safetensors").read_bytes()
     )
-    with pytest.raises(CheckpointError, match=r"does not belong to this run.*expected"):
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is damaged: its SHA-256"):
         small(tmp_path / "a", resume=True)
 
 
@@ -705,6 +706,94 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="contains a run already, at step-1: resume it, or choose another folder"):
         small(tmp_path)
     assert contents(tmp_path) == before
+
+
+def test_a_run_without_its_latest_file_resumes_from_its_last_checkpoint(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    (tmp_path / "run" / "LATEST").unlink()
+    with pytest.raises(ValueError, match="contains a run already, at step-11"):
+        small(tmp_path / "run")
+    assert small(tmp_path / "run", resume=True).step == 11
+
+
+@posix
+def test_a_second_run_in_one_folder_is_refused_until_the_first_ends(tmp_path):
+    def begin_another(event):
+        if event["event"] == "start":
+            with pytest.raises(BlockingIOError, match="another process is training in this folder"):
+                small(tmp_path, resume=True)
+
+    small(tmp_path, steps=1, show=begin_another)
+    assert small(tmp_path, resume=True, steps=2).step == 2
+
+
+@pytest.mark.parametrize("name", ["step-7/notes.txt", "log.csv", "samples.csv", "loss.png"])
+def test_a_run_that_would_overwrite_files_of_others_is_refused(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{name.split('/')[0]}, which a run would overwrite"):
+        small(tmp_path)
+    assert contents(tmp_path) in ({name: b"mine"}, {})
+
+
+def test_notes_in_a_checkpoint_are_never_removed(tmp_path):
+    small(tmp_path, steps=3)
+    (tmp_path / "step-3" / "notes.txt").write_text("mine")
+    small(tmp_path, steps=6, resume=True)
+    assert (tmp_path / "step-3" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("name", "words"), [("state.json", "is a checkpoint"), ("config.json", "Hugging Face folder")])
+def test_resuming_a_folder_that_is_no_run_says_what_it_is(tmp_path, name, words):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=words):
+        small(tmp_path, resume=True)
+
+
+def test_the_checkpoint_before_is_kept_until_the_run_is_finished(tmp_path):
+    kept = []
+    small(
+        tmp_path, steps=6, show=lambda e: e["event"] == "checkpoint" and kept.append(len(list(tmp_path.glob("step-*"))))
+    )
+    assert kept == [2, 1]
+
+
+@pytest.mark.parametrize("text", ["a\rb", "\r\n\r", '"\r"', "x" * 200_000, "", ",\n"])
+def test_every_sample_survives_a_resume(tmp_path, text):
+    log = CsvLog(tmp_path / "samples.csv", {"step": int, "text": str})
+    log.rewind(0)
+    log.add({"step": 1, "text": text})
+    again = CsvLog(tmp_path / "samples.csv", {"step": int, "text": str})
+    again.rewind(2)
+    assert again.rows == [{"step": 1, "text": text}]
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_asked_to_end_saves_first(tmp_path, number):
+    def ask(event):
+        if event["event"] == "step" and event["step"] == 3:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    run = small(tmp_path, show=ask)
+    assert run.interrupted
+    assert find_latest(tmp_path).name == f"step-{run.step}"
+    assert signal.getsignal(number) == before
+
+
+@posix
+def test_links_are_followed_and_pipes_are_written_into(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").write_text("old")
+    with replacing(tmp_path / "link") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+    with replacing("/dev/null") as temporary:
+        temporary.write_text("gone")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_unrelated_files_in_the_folder_are_kept(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,12 @@ __all__ = ["replacing", "replacing_folder", "sync_folder"]
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`, for a file that is renamed to `path` on success and deleted on failure.
 
+    A symbolic link stays: the file that it points to is replaced. A device or pipe is written into when all is ready.
+    The file has the permissions of the one that it replaces, or those of any new file.
+
+    Raises:
+        OSError: the file cannot be written; the error names `path`.
+
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "a.txt")
@@ -27,12 +34,23 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         'whole'
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder, path.name)
+            with naming(path, Path(folder, path.name)), open(path, "wb") as device:
+                device.write(Path(folder, path.name).read_bytes())
+        return
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path, temporary):
+            open(temporary, "wb").close()  # some writers make files that only their owner can read
+            mode = (target if target.exists() else temporary).stat().st_mode
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.chmod(temporary, mode & 0o777)
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -40,19 +58,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `path` on success and deleted on failure."""
+    """Yield a temporary folder that is renamed to `path` on success and deleted on failure.
+
+    Raises:
+        OSError: it cannot be written, or `path` or the temporary folder exists and is not empty.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with naming(path, temporary):
         temporary.mkdir(parents=True)
-        yield temporary
-        sync_folder(temporary)
-        shutil.rmtree(path, ignore_errors=True)  # a folder cannot be renamed over one that is not empty
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        try:
+            yield temporary
+            sync_folder(temporary)
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Let an OSError name the file that was asked for, not the temporary one, nor none as when a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (error.filename or str(temporary)) != str(temporary):
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 The folder of a run contains a folder `step-N`, which is a checkpoint, and a file `LATEST` with its name. A new
 checkpoint is written under a temporary name, and `LATEST` is changed when all of it is on the disk. So a complete
-checkpoint exists whenever the process is killed.
+checkpoint exists whenever the process is killed. Until the run is finished, the checkpoint before is kept too.
 """
 
 from __future__ import annotations
@@ -11,54 +11,199 @@ import csv
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tinygrad_mha.files.atomic import replacing, replacing_folder, sync_folder
-from tinygrad_mha.files.json_files import CheckpointError
+from tinygrad_mha.files.json_files import CheckpointError, read_json
 
-__all__ = ["CsvLog", "find_latest", "remove_others", "write_checkpoint"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["CsvLog", "check_new", "find_latest", "hold_folder", "remove_others", "write_checkpoint"]
+
+STATE = "state.json"  # the last file of a checkpoint; "files" in it names the others
+MODEL_FILES = {"model.safetensors", "optimizer.safetensors"}
+TOKENIZER_FILES = {"characters.json", "tokenizer.json", "vocab.json", "merges.txt"}
+TEMPORARY = re.compile(r"^\.(.+)\.[0-9]+\.tmp$")  # the name under which a file is written
+STEP = re.compile(r"step-[0-9]+")
+LOGS = ("log.csv", "samples.csv")
+REMAINS = re.compile(r"\.(LATEST|loss\.png|(log|samples)\.csv)\.[0-9]+\.tmp")
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Create the folder of a run and lock it, so that no other process writes there. The kernel releases the lock.
+
+    A folder that is created and stays empty is removed at the end. A system without `flock` locks nothing.
+
+    Raises:
+        BlockingIOError: another process holds the folder.
+        OSError: it cannot be created or opened.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    except OSError as error:
+        raise type(error)(
+            error.errno, f"cannot write the run to this folder ({error.strerror})", str(folder)
+        ) from error
+    try:
+        if handle is not None:
+            lock(handle, folder)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        if handle is not None:
+            os.close(handle)
+
+
+def lock(handle: int, folder: Path) -> None:
+    """Lock an open folder.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        text = "another process is training in this folder: wait for its end, or choose another folder"
+        raise BlockingIOError(error.errno, text, str(folder)) from error
+    except OSError:
+        pass  # a file system without locks
 
 
 def find_latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The latest checkpoint in the folder of a run, or None.
+    """The latest checkpoint in the folder of a run, or None. Without `LATEST` it is the checkpoint of the highest step.
 
     Raises:
         CheckpointError: `LATEST` names a folder that does not exist.
     """
     path = Path(folder, "LATEST")
     if not path.is_file():
-        return None
+        return max(list_checkpoints(Path(folder)), key=get_step, default=None)
     name = path.read_text(encoding="utf-8", errors="replace").strip()
-    if not re.fullmatch(r"step-\d+", name) or not Path(folder, name).is_dir():
+    if not STEP.fullmatch(name) or not Path(folder, name).is_dir():
         raise CheckpointError(f"{path} contains {name!r}, but there is no such checkpoint")
     return Path(folder, name)
 
 
-def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in the folder of a run."""
+    return [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and is_ours(path) and is_whole(path)]
+
+
+def get_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def list_files(checkpoint: Path) -> list[str]:
+    """The files that a checkpoint says it has, besides its state."""
+    try:
+        return list(read_json(checkpoint / STATE).get("files", {}))
+    except CheckpointError:
+        return []
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint has its state and all files that it names."""
+    return all((checkpoint / name).is_file() for name in (STATE, *list_files(checkpoint)))
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder has the files of a checkpoint, of some of them, and no files of anybody else."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {STATE, *MODEL_FILES, *TOKENIZER_FILES, *list_files(path)}
+    found = [TEMPORARY.sub(r"\1", p.name) if p.is_file() else "" for p in path.iterdir()]
+    return names.issuperset(found)
+
+
+def check_new(folder: Path, resume: bool) -> None:
+    """Check that a run may begin in a folder without a run: it would overwrite nothing.
+
+    Raises:
+        CheckpointError: with `resume`, the folder holds something else.
+        FileExistsError: it holds files with the names of those of a run.
+    """
+    # What a process that was killed may leave before its first checkpoint is complete does not count.
+    empty = {name for name in LOGS if is_empty_log(folder / name)}
+    names = sorted(path.name for path in folder.iterdir())
+    names = [name for name in names if not (REMAINS.fullmatch(name) or re.fullmatch(r"step-[0-9]+\.tmp", name))]
+    found = [name for name in names if name not in empty]
+    if resume and found:
+        if STATE in found:
+            what = f"it is a checkpoint: resume its run, {folder.parent}"
+        elif "config.json" in found:
+            what = "it is a Hugging Face folder: train its model with --init, or model="
+        else:
+            what = f"it contains {', '.join(found[:5])}{' and more' if len(found) > 5 else ''}"
+        raise CheckpointError(f"{folder} has no run to resume: {what}")
+    taken = [name for name in found if re.fullmatch(r"LATEST|log\.csv|samples\.csv|loss\.png|step-[0-9]+", name)]
+    if taken:
+        raise FileExistsError(
+            f"{folder} contains {', '.join(taken[:5])}, which a run would overwrite: choose another folder"
+        )
+
+
+def is_empty_log(path: Path) -> bool:
+    """Whether a file has the names of the columns of a log, and no rows."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        start = file.read(200)
+    return start.startswith(b"step,") and start.find(b"\n") == len(start) - 1
+
+
+def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int = 1) -> Path:
     """Let `write` fill a folder, name it `step-N`, set `LATEST` to it, and remove the checkpoints before.
 
     If `LATEST` names this step already, nothing is written: the same step of a run has the same state.
+
+    Args:
+        keep: how many checkpoints remain.
     """
     checkpoint = folder / f"step-{step}"
-    if checkpoint != find_latest(folder):
+    if checkpoint != find_latest(folder) or not (folder / "LATEST").is_file():
+        for path in (checkpoint, checkpoint.with_name(checkpoint.name + ".tmp")):
+            remove_checkpoint(path)
         with replacing_folder(checkpoint) as temporary:
             write(temporary)
         with replacing(folder / "LATEST") as temporary:
             temporary.write_text(checkpoint.name + "\n", encoding="utf-8")
         sync_folder(folder)
-    remove_others(folder, checkpoint)
+    remove_others(folder, checkpoint, keep)
     return checkpoint
 
 
-def remove_others(folder: Path, checkpoint: Path) -> None:
-    """Remove all other checkpoints of a run, and the temporary files of a process that was killed."""
+def remove_others(folder: Path, checkpoint: Path, keep: int = 1) -> None:
+    """Remove the other checkpoints of a run but the newest before it, and the remains of processes that were killed.
+
+    Args:
+        keep: how many checkpoints remain. Those of later steps than `checkpoint` are removed always.
+    """
+    before = [path for path in list_checkpoints(folder) if get_step(path) < get_step(checkpoint)]
+    kept = [checkpoint, *sorted(before, key=get_step, reverse=True)[: keep - 1]]
     for path in folder.iterdir():
-        if re.fullmatch(r"step-\d+(\.tmp)?", path.name) and path.is_dir() and path != checkpoint:
-            shutil.rmtree(path, ignore_errors=True)
-        elif re.fullmatch(r"\.(LATEST|loss\.png|(log|samples)\.csv)\.\d+\.tmp", path.name):
+        if path.is_file() and REMAINS.fullmatch(path.name):
             path.unlink(missing_ok=True)
+        elif STEP.fullmatch(path.name.removesuffix(".tmp")) and path not in kept:
+            remove_checkpoint(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, or what there is of it, unless it has files of anybody else."""
+    begun = path.suffix == ".tmp" and not path.is_symlink() and (path / "model.safetensors").is_file()  # the first file
+    if begun or is_ours(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class CsvLog:
@@ -83,8 +228,8 @@ class CsvLog:
         """Append one row."""
         self.rows.append(row)
         if self.path is not None:
-            with open(self.path, "a", newline="", encoding="utf-8") as file:
-                csv.writer(file, lineterminator="\n").writerow([row.get(name, "") for name in self.columns])
+            with open(self.path, "a", newline="", encoding="utf-8", errors="surrogatepass") as file:
+                write_row(file, [row.get(name, "") for name in self.columns])
 
     def sync(self) -> None:
         """fsync the file."""
@@ -102,16 +247,38 @@ class CsvLog:
             return
         found: list[list[str]] = []
         if self.path.exists():
-            with open(self.path, newline="", encoding="utf-8") as file:
-                found = [row for row in csv.reader(file) if len(row) == len(self.columns) and row[0].isdecimal()]
+            rows = read_rows(self.path)
+            found = [row for row in rows if len(row) == len(self.columns) and row[0].isdecimal()]
         kept = [row for row in found if int(row[0]) < step]
         try:
             self.rows = [self._parse(row) for row in kept]
         except ValueError as error:
             raise CheckpointError(f"{self.path} has a row that cannot be read ({error}): move it away") from error
-        with replacing(self.path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([list(self.columns), *kept])
+        with (
+            replacing(self.path) as temporary,
+            open(temporary, "w", newline="", encoding="utf-8", errors="surrogatepass") as file,
+        ):
+            for row in [list(self.columns), *kept]:
+                write_row(file, row)
 
     def _parse(self, cells: list[str]) -> dict[str, Any]:
         pairs = zip(self.columns.items(), cells, strict=True)
         return {name: kind(cell) for (name, kind), cell in pairs if cell or kind is str}
+
+
+def write_row(file: Any, cells: list[Any]) -> None:
+    """Write one row. All cells are quoted if one has a carriage return; csv in Python 3.12 quotes none."""
+    quoted = any("\r" in cell for cell in cells if isinstance(cell, str))
+    csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerow(cells)
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """All rows of a file, with cells of any length."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        with open(path, newline="", encoding="utf-8", errors="surrogatepass") as file:
+            return list(csv.reader(file))
+    except (csv.Error, ValueError) as error:
+        raise CheckpointError(f"{path} is not a table in UTF-8 ({error}): move it away") from error
+    finally:
+        csv.field_size_limit(limit)

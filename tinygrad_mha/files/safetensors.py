@@ -1,19 +1,20 @@
 """Named arrays in one file, in the safetensors format.
 
 The file consists of eight bytes (the length of the header, little-endian), a JSON header with the dtype, shape and
-position of each array, and the bytes of all arrays without gaps. Reading is done here and not by the safetensors
-package, because NumPy has no BF16, and because every kind of damage must raise the same clear error.
+position of each array, and the bytes of all arrays without gaps. Reading and writing are done here and not by the
+safetensors package: NumPy has no BF16, every kind of damage must raise the same clear error, and a file that could not
+be written must leave nothing behind.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-import safetensors.numpy
 
 from tinygrad_mha.files.atomic import replacing
 from tinygrad_mha.files.json_files import CheckpointError, parse_json
@@ -45,16 +46,26 @@ def save_arrays(
     Raises:
         TypeError: the format has no code for the dtype of an array, such as complex.
     """
-    plain = {}
-    for name, array in arrays.items():
-        if array.dtype.newbyteorder("<") not in DTYPES.values():
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    begin = 0
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # so that all arrays are aligned
+    for name in names:
+        array = arrays[name]
+        kind = next((kind for kind, dtype in DTYPES.items() if dtype == array.dtype.newbyteorder("<")), None)
+        if kind is None:
             raise TypeError(
                 f"{name!r} has dtype {array.dtype}; a safetensors file contains floats, integers and booleans"
             )
-        # The library writes the memory behind an array, which is shorter than a broadcast view.
-        plain[name] = array if array.flags.c_contiguous else np.array(array, order="C")
-    with replacing(path) as temporary:
-        safetensors.numpy.save_file(plain, temporary, metadata)
+        kind = "U16" if kind == "BF16" else kind
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [begin, begin + array.nbytes]}
+        begin += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            array = arrays[name]
+            file.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

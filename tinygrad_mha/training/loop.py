@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.data import Tokenizer
-from tinygrad_mha.files.run_folder import find_latest
+from tinygrad_mha.files.run_folder import check_new, find_latest, hold_folder
 from tinygrad_mha.training.config import TrainConfig, preset
 from tinygrad_mha.training.parallel import join_ranks
 from tinygrad_mha.training.report import Event, Show, open_report, save_loss_plot
@@ -25,6 +26,9 @@ from tinygrad_mha.training.run_state import Run
 from tinygrad_mha.training.source import open_text
 
 __all__ = ["train"]
+
+# Ctrl-C, the end that a batch system announces, and a terminal that is closed (Windows has no SIGHUP).
+STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def train(
@@ -41,7 +45,8 @@ def train(
 ) -> Run:
     """Train a GPT on a text, or continue to train a model.
 
-    Ctrl-C finishes the current step, writes a checkpoint and returns; a second one stops at once. The folder receives
+    Ctrl-C, SIGTERM and SIGHUP finish the current step, write a checkpoint and return; a second one stops at once. The
+    folder receives
     `log.csv` (one row per step), `samples.csv`, the latest checkpoint and, if matplotlib is installed, `loss.png`.
 
     Args:
@@ -82,25 +87,33 @@ def train(
         [0, 1, 2, 3]
     """
     with join_ranks() as ranks:
-        checkpoint = ranks.bcast(find_latest(folder) if folder is not None and ranks.rank == 0 else None)
-        if checkpoint is not None and not resume:
-            raise ValueError(
-                f"{folder} contains a run already, at {checkpoint.name}: resume it, or choose another folder"
-            )
-        if checkpoint is not None:
-            run = resume_run(checkpoint, config, text, tokenizer, model, workers, changes)
-        else:
-            if not isinstance(config, TrainConfig):
-                config = preset(config or ("cpu" if model is None else "finetune"))
-            run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model, workers)
-        with open_report(show if ranks.rank == 0 else "quiet", run) as report, catch_interrupt() as interruption:
-            report({"event": "start", "step": run.step, "computing": run.workers.summary, "note": run.note})
-            with run.workers.limit_blas():
-                run_steps(run, report, interruption)
-            report({"event": "end", "step": run.step, "interrupted": run.interrupted})
-        if run.folder is not None:
-            save_loss_plot(run.log.rows, run.folder / "loss.png")
-        return run
+        ours = Path(folder) if folder is not None and ranks.rank == 0 else None  # the other ranks write nothing
+        with nullcontext() if ours is None else hold_folder(ours):
+            checkpoint = ranks.bcast(None if ours is None else find_latest(ours))
+            if checkpoint is not None and not resume:
+                raise ValueError(
+                    f"{folder} contains a run already, at {checkpoint.name}: resume it, or choose another folder"
+                )
+            if checkpoint is not None:
+                run = resume_run(checkpoint, config, text, tokenizer, model, workers, changes)
+            else:
+                if ours is not None:
+                    check_new(ours, resume)
+                if not isinstance(config, TrainConfig):
+                    config = preset(config or ("cpu" if model is None else "finetune"))
+                run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model, workers)
+            shown = show if ranks.rank == 0 else "quiet"
+            with open_report(shown, run) as report, catch_interrupt() as interruption:
+                report({"event": "start", "step": run.step, "computing": run.workers.summary, "note": run.note})
+                with run.workers.limit_blas():
+                    run_steps(run, report, interruption)
+                report({"event": "end", "step": run.step, "interrupted": run.interrupted})
+            if run.folder is not None:
+                try:
+                    save_loss_plot(run.log.rows, run.folder / "loss.png")
+                except Exception as error:
+                    warnings.warn(f"the run is saved, but not the plot of its losses: {error}", stacklevel=2)
+            return run
 
 
 def run_steps(run: Run, report: Callable[[Event], None], interruption: threading.Event) -> None:
@@ -142,7 +155,6 @@ def create_folder(run: Run) -> None:
     """Create the folder of a new run, with empty logs and a checkpoint of step 0, so that a fault shows at once."""
     assert run.folder is not None
     try:
-        run.folder.mkdir(parents=True, exist_ok=True)
         run.log.rewind(0)
         run.samples.rewind(0)
         save_checkpoint(run)
@@ -154,23 +166,27 @@ def create_folder(run: Run) -> None:
 
 @contextmanager
 def catch_interrupt() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets; a second one has its usual effect.
+    """Yield an event that the first of the signals STOPS sets, such as that of Ctrl-C; a second has its usual effect.
 
-    Signals stay as they are in other threads than the main one, and in background jobs, which ignore Ctrl-C.
+    Signals stay as they are in other threads than the main one, as do those that the process ignores, such as Ctrl-C in
+    background jobs and SIGHUP under nohup.
     """
     interruption = threading.Event()
     in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if in_main else signal.SIG_IGN
-    if handler in (signal.SIG_IGN, None):
-        yield interruption
-        return
+    before = {number: signal.getsignal(number) for number in STOPS} if in_main else {}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def request(number: int, frame: FrameType | None) -> None:
         interruption.set()
-        signal.signal(signal.SIGINT, handler)
+        restore()
 
-    signal.signal(signal.SIGINT, request)
+    for number in before:
+        signal.signal(number, request)
     try:
         yield interruption
     finally:
-        signal.signal(signal.SIGINT, handler)
+        restore()

@@ -7,6 +7,7 @@ equal bit for bit to a run that was not interrupted.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,9 +37,12 @@ CHANGEABLE = (
     "checkpoint_interval",
 )
 
+# The keys of state.json.
+NEEDED = ("step", "files", "model", "config", "text", "data", "generators", "optimizer")
+
 
 def save_checkpoint(run: Run) -> Path:
-    """Write a checkpoint, then remove the previous one. Returns the folder of the new checkpoint.
+    """Write a checkpoint and return its folder. The one before is kept until the run is finished.
 
     Raises:
         ValueError: the run has no folder.
@@ -51,7 +55,8 @@ def save_checkpoint(run: Run) -> Path:
         raise run.diverged("a weight is inf or nan")
     run.log.sync()  # first: a checkpoint must not be newer than the rows on disk, which `rewind` keeps
     run.samples.sync()
-    return write_checkpoint(run.folder, run.step, lambda folder: write_state(run, folder))
+    keep = 1 if run.step == run.config.steps else 2
+    return write_checkpoint(run.folder, run.step, lambda folder: write_state(run, folder), keep)
 
 
 def write_state(run: Run, folder: Path) -> None:
@@ -68,6 +73,7 @@ def write_state(run: Run, folder: Path) -> None:
     run.tokenizer.save(folder)
     state = {
         "step": run.step,
+        "files": {path.name: compute_digest(path) for path in sorted(folder.iterdir())},
         "model": describe_model(run.model),
         "config": run.config.to_dict(),
         "text": run.source.describe(),
@@ -76,6 +82,27 @@ def write_state(run: Run, folder: Path) -> None:
         "optimizer": {"groups": saved["groups"], "state": numbers},
     }
     write_json(folder / "state.json", state)
+
+
+def compute_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_files(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Compare the files of a checkpoint with the digests in its state.
+
+    Raises:
+        CheckpointError: a file is missing or differs.
+    """
+    for name, digest in state["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist")
+        found = compute_digest(path)
+        if found != digest:
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, in {checkpoint / 'state.json'} {digest}")
 
 
 def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -192,9 +219,10 @@ def read_state_and_model(checkpoint: Path, model: Any = None) -> tuple[dict[str,
     if not path.exists():
         raise CheckpointError(f"{checkpoint} is not a checkpoint of a run: it contains no state.json")
     state = read_json(path)
-    wrong = ", ".join(name for name in ("step", "model", "config", "text", "data", "generators") if name not in state)
+    wrong = ", ".join(name for name in NEEDED if name not in state)
     if wrong:
         raise CheckpointError(f"{path} is not the state of a run: it lacks {wrong}")
+    check_files(checkpoint, state)
     if model is None:
         model = rebuild_model(checkpoint, state)
     elif wrong := list_differences(state["model"]["identity"], describe_model(model)["identity"]):
@@ -256,7 +284,7 @@ def resume_run(
             f"decay_steps={stored.decay_steps or stored.steps} to keep the schedule"
         )
     if run.folder is not None:
-        remove_others(run.folder, checkpoint)
+        remove_others(run.folder, checkpoint, keep=1 if run.step == config.steps else 2)
     return run
 
 
