@@ -175,7 +175,11 @@ REFUSED = [
     (own(pads_count), ValueError, "declares key_allow, but a padding token in front changes its result"),
     (own(forgets), ValueError, "declares cache, but returns different numbers with it than without it"),
     (own(masks_from_the_left), ValueError, "declares cache, but returns different numbers with it than without it"),
-    (lambda config, rng: nn.Linear(config, 6), TypeError, r"attention\(config, rng\) failed: .* config is a GPTConfig"),
+    (
+        lambda config, rng: nn.Linear(6, config["n"]),
+        TypeError,
+        r"attention\(config, rng\) failed: .* config is a GPTConfig",
+    ),
 ]
 
 

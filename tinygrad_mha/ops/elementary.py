@@ -353,7 +353,9 @@ def keepdims_shape(x, axis):
     """The shape of `x` with the reduced axes at length 1."""
     if axis is None or x.ndim == 0:  # NumPy reduces a 0-d array over axis 0 and -1 too
         return (1,) * x.ndim
-    axes = normalize_axis_tuple(axis, x.ndim)
+    axes = normalize_axis_tuple(axis, x.ndim, allow_duplicate=True)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"an axis of {x.shape} is given twice: axis={axis}")
     return tuple(1 if i in axes else n for i, n in enumerate(x.shape))
 
 
@@ -808,8 +810,8 @@ def scale_to_square(x, axis, keepdims):
     """
     values = np.asarray(getattr(x, "_data", x))
     info = np.finfo(values.dtype if values.dtype.kind == "f" else np.float64)
-    top = np.max(np.abs(values), axis=axis, keepdims=True, initial=0)
     smallest, largest = math.sqrt(info.tiny / info.eps), math.sqrt(info.max / builtins.max(count(values, axis), 1)) / 2
+    top = np.max(np.abs(values), axis=axis, keepdims=True, initial=0)
     beyond = np.isfinite(top) & (top > 0) & ((top < smallest) | (top > largest))
     if not beyond.any():
         return x, None
