@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy import ndarray
 
-from tinygrad_mha.kernels.reference import sum_leading
+from tinygrad_mha.kernels.reference import MANY, sum_leading
 from tinygrad_mha.primitives import Primitive
 
 __all__ = ["Node", "WriteTime", "backward", "sweep", "tick", "toposort"]
@@ -280,7 +280,7 @@ def unbroadcast(gradient: Any, x: Any, op: Primitive[..., Any], i: int) -> Any:
         )
     if added or stretched:
         axes = tuple(range(added)) + stretched
-        if gradient.dtype == np.float32 and axes == tuple(range(len(axes))) and gradient.__class__ is ndarray:
+        if gradient.size > MANY and gradient.__class__ is ndarray and axes == tuple(range(len(axes))):
             gradient = sum_leading(gradient, len(axes))
         else:
             gradient = gradient.sum(axis=axes, keepdims=True)

@@ -374,8 +374,8 @@ def _check_step(p: Tensor) -> None:
 
 
 def _check_gradient(p: Tensor) -> None:
-    g = p.grad
-    if not isinstance(g, np.ndarray) or g.shape != p.shape or g.dtype != p.dtype:
+    g, data = p.grad, p._data
+    if not isinstance(g, np.ndarray) or g.shape != data.shape or g.dtype != data.dtype:
         got = f"{g.shape} {g.dtype}" if isinstance(g, np.ndarray) else type(g).__name__
         raise ValueError(f"the gradient of {_label(p)} must be an array {p.shape} {p.dtype}, got {got}")
 

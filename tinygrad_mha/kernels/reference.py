@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["EXACT_P", "LOWEST", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp"]
+__all__ = ["EXACT_P", "LOWEST", "MANY", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp"]
 __all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "softmax_over_keys", "sum_leading"]
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -228,8 +228,13 @@ def row_mean(x: np.ndarray) -> np.ndarray:
     return np.add.reduce(x, axis=-1, keepdims=True) / x.shape[-1]
 
 
+MANY = 1 << 16  # elements: above, sums over leading axes are products
+
+
 def sum_leading(x: np.ndarray, n: int) -> np.ndarray:
     """The sum over the first `n` axes. NumPy adds row after row, which loses digits of float32; a product does not."""
+    if x.dtype != np.float32:
+        return x.sum(axis=tuple(range(n)))
     rows = x.reshape((math.prod(x.shape[:n]), math.prod(x.shape[n:])))
     return np.ones(len(rows), x.dtype).dot(rows).reshape(x.shape[n:])
 

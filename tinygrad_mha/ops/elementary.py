@@ -28,7 +28,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from tinygrad_mha import notation
 from tinygrad_mha.arguments import as_index, check_boolean, check_ids
 from tinygrad_mha.kernels import reference
-from tinygrad_mha.kernels.reference import merge_rows, sum_leading
+from tinygrad_mha.kernels.reference import MANY, merge_rows, sum_leading
 from tinygrad_mha.primitives import primitive
 
 __all__ = ["abs", "add", "broadcast_to", "cast", "clip", "concat", "cos", "cumsum", "div", "einsum", "erf", "exp"]
@@ -372,7 +372,7 @@ def sum(x, *, axis=None, keepdims=False) -> np.ndarray:
 
 
 def add_up(x, axis, keepdims):
-    shape = keepdims_shape(x, axis) if axis is not None and np.ndim(x) > 1 else ()
+    shape = keepdims_shape(x, axis) if np.size(x) > MANY and axis is not None and x.ndim > 1 else ()
     n = next((i for i, m in enumerate(shape) if m != 1), 0)  # the first axes are reduced, or have length 1
     if n and x.dtype == np.float32 and builtins.all(k == m for k, m in zip(shape[n:], x.shape[n:], strict=True)):
         total = sum_leading(x, n)
@@ -392,7 +392,7 @@ sum.vjps(lambda g, y, x, axis, keepdims: broadcast_to(g.reshape(keepdims_shape(x
 @primitive(kind="reduction", formula=notation.write_reduction)
 def mean(x, *, axis=None, keepdims=False) -> np.ndarray:
     """The mean over `axis`."""
-    if axis is not None and np.ndim(x) > 1 and x.dtype == np.float32 and x.size:
+    if np.size(x) > MANY and x.dtype == np.float32:
         return add_up(x, axis, keepdims) / count(x, axis)
     return np.mean(x, axis=axis, keepdims=keepdims)
 
