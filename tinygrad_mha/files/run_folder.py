@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ except ImportError:  # Windows
 
 __all__ = ["CsvLog", "check_new", "find_latest", "hold_folder", "remove_others", "write_checkpoint"]
 
+PATIENCE = 1.0  # seconds
 STATE = "state.json"  # the last file of a checkpoint; "files" in it names the others
 MODEL_FILES = {"model.safetensors", "optimizer.safetensors"}
 TOKENIZER_FILES = {"characters.json", "tokenizer.json", "vocab.json", "merges.txt"}
@@ -67,18 +69,23 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def lock(handle: int, folder: Path) -> None:
-    """Lock an open folder.
+    """Lock an open folder, or wait for a process that is about to end, such as a rank of a launch that was aborted.
 
     Raises:
         BlockingIOError: another process holds it.
     """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        text = "another process is training in this folder: wait for its end, or choose another folder"
-        raise BlockingIOError(error.errno, text, str(folder)) from error
-    except OSError:
-        pass  # a file system without locks
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                text = "another process is training in this folder: wait for its end, or choose another folder"
+                raise BlockingIOError(error.errno, text, str(folder)) from error
+            time.sleep(0.05)
+        except OSError:
+            return  # a file system without locks
 
 
 def find_latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -103,7 +103,7 @@ def train(
                     config = preset(config or ("cpu" if model is None else "finetune"))
                 run = Run(dataclasses.replace(config, **changes), open_text(text), tokenizer, folder, model, workers)
             shown = show if ranks.rank == 0 else "quiet"
-            with open_report(shown, run) as report, catch_interrupt() as interruption:
+            with open_report(shown, run) as report, catch_interrupt(ranks.size) as interruption:
                 report({"event": "start", "step": run.step, "computing": run.workers.summary, "note": run.note})
                 with run.workers.limit_blas():
                     run_steps(run, report, interruption)
@@ -165,15 +165,17 @@ def create_folder(run: Run) -> None:
 
 
 @contextmanager
-def catch_interrupt() -> Iterator[threading.Event]:
+def catch_interrupt(n_ranks: int = 1) -> Iterator[threading.Event]:
     """Yield an event that the first of the signals STOPS sets, such as that of Ctrl-C; a second has its usual effect.
 
     Signals stay as they are in other threads than the main one, as do those that the process ignores, such as Ctrl-C in
-    background jobs and SIGHUP under nohup.
+    background jobs and SIGHUP under nohup. One of several ranks ends at SIGTERM and SIGHUP: a launcher sends them when
+    another has failed, for which it would wait.
     """
     interruption = threading.Event()
     in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in STOPS} if in_main else {}
+    caught = STOPS if n_ranks == 1 else [signal.SIGINT]
+    before = {number: signal.getsignal(number) for number in caught} if in_main else {}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
