@@ -508,6 +508,14 @@ def test_widths_default_to_the_usual_division():
     assert [name for name, _ in biased.named_parameters()] == ["wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo"]
 
 
+def test_initial_projections_keep_the_spread_of_what_they_multiply_and_biases_are_zero():
+    mha = nn.MultiHeadAttention(67, 3, d_k=101, d_v=89, d_out=107, d_memory=257, bias=True, rng=0)
+    for weight, fan_in in ((mha.wq, 67), (mha.wk, 257), (mha.wv, 257), (mha.wo, 3 * 89)):
+        assert weight.data.std() == pytest.approx(fan_in**-0.5, rel=0.03)
+    for bias in (mha.bq, mha.bk, mha.bv, mha.bo):
+        assert not bias.data.any()
+
+
 def test_multi_head_attention_is_one_attention_per_head_joined_and_mixed(rng):
     mha = randomised(nn.MultiHeadAttention(**WIDTHS), rng)
     x, memory = rng.standard_normal((B, T_Q, 5)), rng.standard_normal((B, T_K, 17))
@@ -874,6 +882,13 @@ def test_alibi_takes_slope_times_distance_from_the_scaled_scores(rng):
     close(mha(x, causal=True), heads_by_hand(mha, x, x, nn.causal(T_Q), alibi(2, T_Q, T_Q)))
     extra = Tensor(rng.standard_normal((T_Q, T_Q)).astype(np.float32), requires_grad=True)
     assert mha.astype(np.float32)(x.astype(np.float32), bias=extra).dtype == np.float32
+
+
+def test_a_bias_is_added_to_that_of_the_position(rng):
+    mha = nn.MultiHeadAttention(6, 2, position="alibi", rng=0).astype(np.float64)
+    x, bias = rng.standard_normal((1, 5, 6)), rng.standard_normal((1, 2, 5, 5))
+    (_, both), (_, position_alone) = mha(x, bias=bias, trace=True), mha(x, trace=True)
+    close(both.masked, position_alone.masked.data + bias)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

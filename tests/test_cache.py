@@ -239,6 +239,19 @@ def test_a_call_that_fails_halfway_adds_nothing(monkeypatch):
         assert c.length == 6
 
 
+def test_a_fork_of_a_call_that_failed_halfway_has_one_length_in_all_layers(monkeypatch):
+    model = gpt()
+    cache = nn.KVCache(LAYERS)
+    model(PROMPT[:, :2], cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.h[2].attn.c_attn, "forward", lambda *args: {}["halfway"])
+        with pytest.raises(KeyError, match="halfway"):
+            model(PROMPT[:, :5], cache=cache)
+    twin = cache.fork()
+    assert [twin[i].appended for i in range(LAYERS)] == [2] * LAYERS
+    assert twin[0].keys().shape[-2] == 2
+
+
 def test_the_memory_of_a_cache_is_freed_without_the_garbage_collector():
     gc.disable()
     try:
@@ -326,6 +339,15 @@ def test_cropping_drops_the_last_tokens_and_others_can_follow():
     assert all(a is b for a, b in zip(buffers(cache), before, strict=True))  # nobody shares it, so nothing is copied
 
 
+def test_cropping_to_the_whole_length_changes_nothing():
+    model = gpt()
+    cache = nn.KVCache(LAYERS)
+    model(PROMPT[:, :5], cache=cache)
+    cache.crop(5)
+    assert cache.length == 5
+    np.testing.assert_allclose(model(PROMPT[:, 5:], cache=cache).data, model(PROMPT).data[:, 5:], atol=1e-12)
+
+
 def test_cropping_one_fork_leaves_the_other_as_it_was():
     model = gpt()
     cache = nn.KVCache(LAYERS)
@@ -366,6 +388,18 @@ def test_select_takes_rows_of_the_batch_with_memory_of_their_own():
         np.testing.assert_allclose(step[row, 0], model([*PROMPT[source, :5], token]).data[-1], atol=1e-12)
     assert cache.length == 5
     np.testing.assert_allclose(model(PROMPT[:, 5:], cache=cache).data, model(PROMPT).data[:, 5:], atol=1e-12)
+
+
+def test_tokens_that_were_cropped_are_not_selected():
+    model = gpt()
+    cache = nn.KVCache(LAYERS)
+    model(PROMPT, cache=cache)
+    cache.crop(4)
+    chosen = cache.select([1, 0])
+    assert chosen.length == 4
+    np.testing.assert_allclose(
+        model(PROMPT[::-1, 4:], cache=chosen).data, model(PROMPT).data[::-1, 4:], rtol=0, atol=1e-12
+    )
 
 
 def test_a_cache_without_a_batch_axis_has_nothing_to_select_from():

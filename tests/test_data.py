@@ -198,6 +198,37 @@ def test_a_byte_pair_tokenizer_is_saved_and_loaded(tmp_path):
     json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
 
 
+def test_a_vocabulary_may_have_holes(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokens = {token: 2 * i for i, token in enumerate(BYTE_SYMBOLS)}
+    tokenizer = BPETokenizer(tokens | {"he": 1009}, [("h", "e")])
+    assert tokenizer.vocab_size == 1010
+    assert tokenizer.encode("he")[0] == 1009
+    assert tokenizer.decode(tokenizer.encode("he地")) == "he地"
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).encode("he地").tolist() == tokenizer.encode("he地").tolist()
+
+
+@pytest.mark.parametrize("first_line", ["#version: 0.2\n", ""])
+def test_merges_may_begin_with_a_version_or_without(tmp_path, first_line):
+    tokenizer = small_bpe()
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    path = tmp_path / "merges.txt"
+    path.write_text(path.read_text(encoding="utf-8").replace("#version: 0.2\n", first_line), encoding="utf-8")
+    assert load_tokenizer(tmp_path).encode("hello world").tolist() == tokenizer.encode("hello world").tolist()
+
+
+def test_a_merge_of_the_sign_of_a_comment_is_a_merge(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = BPETokenizer(
+        {token: i for i, token in enumerate([*BYTE_SYMBOLS, "##", "he"])}, [("#", "#"), ("h", "e")]
+    )
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_tokenizer(tmp_path).encode("##he").tolist() == tokenizer.encode("##he").tolist() == [256, 257]
+
+
 def test_a_vocabulary_that_lacks_a_byte_is_refused():
     pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match=r"each of the 256 bytes; missing: \[32\]"):
@@ -317,6 +348,12 @@ def test_reading_keeps_line_ends_and_removes_a_byte_order_mark(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert read_text(path) == "a\r\nb\rc\n"
+
+
+def test_one_byte_order_mark_is_removed_and_others_are_text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"\xef\xbb\xbf" * 2 + b"a\xef\xbb\xbf")
+    assert read_text(path) == "\ufeffa\ufeff"
 
 
 def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):

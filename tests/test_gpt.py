@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tinygrad_mha import Tensor, gradcheck, nn, ops
 from tinygrad_mha.engine import toposort
 from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
+from tinygrad_mha.files.huggingface import FORMATS
 from tinygrad_mha.nn.layers import ACTIVATIONS
 
 V, T = 13, 7
@@ -563,6 +565,31 @@ def test_float32_is_what_a_float32_or_half_precision_file_opens_as(tmp_path):
     assert half.wte.weight.dtype == np.float32
     np.testing.assert_array_equal(half.wpe.weight.data, model.wpe.weight.data.astype(np.float16))
     close(nn.GPT.from_pretrained(folder, dtype=np.float64)(IDS), half.astype(np.float64)(IDS).data, 0)
+
+
+def test_float64_is_what_a_file_with_one_float64_array_opens_as(tmp_path):
+    _, folder = saved(tmp_path)
+    edit_arrays(
+        folder, lambda arrays: {n: a.astype(np.float64 if "wpe" in n else np.float32) for n, a in arrays.items()}
+    )
+    assert {p.dtype for p in nn.GPT.from_pretrained(folder).parameters()} == {np.dtype(np.float64)}
+
+
+def test_a_folder_is_made_with_its_parents_and_says_its_dtype_and_the_format_of_its_arrays(tmp_path):
+    folder = tmp_path / "a" / "b"
+    for dtype in (np.float32, np.float64):
+        gpt().astype(dtype).save_pretrained(folder)
+        assert json.loads((folder / "config.json").read_text())["dtype"] == np.dtype(dtype).name
+    data = (folder / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"] == {"format": "pt"}  # transformers refuses a file without it
+
+
+def test_sizes_that_config_json_leaves_out_are_those_of_transformers():
+    for kind, block_size, vocab_size in (("gpt2", 1024, 50257), ("openai-gpt", 512, 40478), ("llama", 2048, 32000)):
+        settings = FORMATS[kind].read_config(Path("config.json"), {})
+        assert (settings["block_size"], settings["vocab_size"]) == (block_size, vocab_size)
+    assert FORMATS["gpt2"].read_config(Path("config.json"), {})["n_layer"] == 12
 
 
 def test_a_bfloat16_folder_opens(tmp_path):

@@ -410,6 +410,7 @@ def test_bfloat16_is_read_as_float32(tmp_path):
     np.testing.assert_array_equal(read, values.reshape(2, 2))
 
 
+HEADER = json.dumps({"x": entry("U8", [0], 0, 0)}).encode()
 DAMAGE = {
     "empty": (b"", "it has 0 bytes"),
     "seven bytes": (b"1234567", "it has 7 bytes"),
@@ -445,6 +446,10 @@ DAMAGE = {
     "an overlap": (
         safetensors_bytes({"x": entry("F32", [2], 0, 8), "y": entry("F32", [2], 4, 12)}, bytes(12)),
         "(an overlap)",
+    ),
+    "a header that takes the bytes of its own length": (
+        (len(HEADER) + 8).to_bytes(8, "little") + HEADER,
+        f"should have {len(HEADER) + 8} bytes, but only {len(HEADER)} follow",
     ),
     "a zip archive": (b"PK\x03\x04" + bytes(100), "zip archive"),
     "a pickle": (pickle.dumps({"x": 1}), "another format"),

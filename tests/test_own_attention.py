@@ -190,6 +190,21 @@ def test_a_missed_contract_is_refused_when_the_model_is_made(attention, error, m
     assert GUIDE in str(raised.value)
 
 
+def test_padding_in_front_is_tried_at_the_positions_of_the_tokens_behind_it():
+    class Table(nn.Module):
+        """Adds a vector of each position to its token: unlike rotary positions, a shift changes the result."""
+
+        def __init__(self, config, rng):
+            self.table = nn.Embedding(config.block_size, config.n_embd, std=1.0, rng=rng)
+            self.mha = nn.MultiHeadAttention(config.n_embd, config.n_head, rng=rng)
+
+        def forward(self, x, positions=None, key_allow=None):
+            places = np.arange(x.shape[-2]) if positions is None else positions
+            return self.mha(x + self.table(places), causal=True, key_allow=key_allow)
+
+    assert make(Table)([[3, 1, 4]]).shape == (1, 3, 11)
+
+
 def test_an_attention_that_states_that_it_is_not_causal_may_let_tokens_see_later_ones():
     looks_ahead = own(lambda self, x: x + 0.1 * x.mean(axis=-2, keepdims=True))
     with pytest.raises(ValueError, match="or state is_causal = False in the class"):

@@ -114,6 +114,12 @@ def test_a_run_shorter_than_its_warmup_never_reaches_the_full_learning_rate():
     assert config.lr(49) == pytest.approx(1e-3 * 50 / 101)
 
 
+def test_a_decay_that_ends_before_the_warmup_does_follows_it():
+    config = preset("cpu", steps=500, decay_steps=50)  # a warmup of 100 steps
+    assert config.lr(99) == pytest.approx(1e-3 * 100 / 101)
+    assert config.lr(100) == config.min_lr
+
+
 def test_an_unknown_option_is_refused_and_the_nearest_one_suggested():
     with pytest.raises(ValueError, match=r"no option 'learning_rat'; did you mean 'learning_rate'\?"):
         TrainConfig(learning_rat=1e-3)
@@ -274,6 +280,21 @@ def test_an_update_follows_the_schedule_and_clips():
     assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
+def test_a_clip_of_0_leaves_gradients_as_they_are():
+    run = Run(dataclasses.replace(SMALL, clip=0.0, dropout=0.0), TEXT)
+    row = run.update()
+    norm = math.sqrt(sum(float((state["m"] ** 2).sum()) for state in run.optimizer.state))
+    assert norm == pytest.approx(0.1 * row["grad_norm"], rel=1e-3)
+
+
+def test_the_betas_of_the_configuration_are_those_of_the_optimizer():
+    run = Run(dataclasses.replace(SMALL, betas=(0.7, 0.8), clip=0.0, dropout=0.0), TEXT)
+    row = run.update()
+    first, second = ([state[name] for state in run.optimizer.state] for name in "mv")
+    assert math.sqrt(sum(float((m**2).sum()) for m in first)) == pytest.approx(0.3 * row["grad_norm"], rel=1e-3)
+    assert sum(float(v.sum()) for v in second) == pytest.approx(0.2 * row["grad_norm"] ** 2, rel=1e-3)
+
+
 def test_the_validation_loss_falls_from_that_of_a_uniform_guess():
     run = small(
         dropout=0.0, n_embd=16, accumulate=1, batch_size=16, steps=150, warmup=5, learning_rate=2e-2, eval_interval=150
@@ -310,6 +331,13 @@ def test_samples_are_kept_with_their_step(uninterrupted):
     assert {len(row["text"]) for row in rows} == {1 + SMALL.sample_tokens}
     assert all(row["text"][0] == TEXT[0] for row in rows)
     assert set("".join(row["text"] for row in rows)) <= set(TEXT)
+
+
+def test_samples_of_two_steps_are_drawn_from_different_seeds():
+    run = Run(dataclasses.replace(SMALL, sample_tokens=29), TEXT)
+    first, again = run.sample(), run.sample()
+    run.step = 1  # the weights are the same
+    assert first == again != run.sample()
 
 
 def weights(run):
@@ -467,6 +495,13 @@ def test_an_ignored_interruption_stays_ignored():
         signal.signal(signal.SIGINT, before)
     assert not run.interrupted
     assert run.step == 2
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_run_puts_the_handlers_of_signals_back():
+    before = [signal.getsignal(number) for number in loop.STOPS]
+    small(steps=1)
+    assert [signal.getsignal(number) for number in loop.STOPS] == before
 
 
 def test_training_in_another_thread_leaves_signals_alone():
@@ -943,6 +978,15 @@ def test_events_name_each_checkpoint(tmp_path):
     saved = [event for event in events if event["event"] == "checkpoint"]
     assert [event["step"] for event in saved] == [3, 6, 9, 11]
     assert saved[-1]["path"] == str(tmp_path / "step-11")
+
+
+def test_tokens_per_second_count_the_tokens_of_all_accumulated_batches(monkeypatch):
+    clock = iter(range(0, 10**6, 2))  # every update takes 2 seconds
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(clock)))
+    events = []
+    small(steps=1, show=events.append)
+    speeds = [event["tokens_per_second"] for event in events if "tokens_per_second" in event]
+    assert speeds == [SMALL.batch_size * SMALL.accumulate * SMALL.block_size / 2]
 
 
 def test_quiet_prints_nothing(capsys, tmp_path):

@@ -83,6 +83,17 @@ def test_a_file_that_goes_wrong_is_one_line_with_its_name(says, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("target", ["mine.py", "mine.py:", ":f"])
+def test_a_target_without_file_or_name_is_refused_with_its_form(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("f = len")
+    with pytest.raises((OwnCodeError, FileNotFoundError), match=r"expected FILE.py:NAME|no such file"):
+        load_object(target)
+    if not target.startswith(":"):
+        with pytest.raises(OwnCodeError, match=f"expected FILE.py:NAME, got '{target}'"):
+            load_object(target)
+
+
 def test_what_a_file_prints_goes_to_standard_error(tmp_path, capsys):
     path = tmp_path / "prints.py"
     path.write_text("from dataclasses import dataclass\n@dataclass\nclass A:\n    n: int = 0\nprint('hello')\nf = len")
