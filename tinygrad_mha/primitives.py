@@ -185,16 +185,11 @@ class Primitive(Generic[P, R_co]):
             keywords = {**self.defaults, **keywords}
         if len(inputs) < len(self.arguments) and not self.variadic:
             inputs = self._complete(inputs)
-        arrays: list[Any] = []
         for x in inputs:
-            if x is not None:
-                if x.__class__ is not ndarray:  # most are arrays, and looking for the method takes time
-                    apply = getattr(x, "__apply_primitive__", None)
-                    if apply is not None:
-                        return apply(self, inputs, keywords)
-                x = as_operand(x, inputs)
-            arrays.append(x)
-        return self.compute(arrays, keywords)
+            # Most are arrays, and looking for the method takes time.
+            if x.__class__ is not ndarray and x is not None and hasattr(x, "__apply_primitive__"):
+                return x.__apply_primitive__(self, inputs, keywords)
+        return self.compute([as_operand(x, inputs) for x in inputs], keywords)
 
     def compute(self, arrays: Sequence[Any], keywords: dict[str, Any]) -> np.ndarray:
         """The result for arrays and numbers, without residuals. An error gets the shapes of the operands."""
@@ -202,6 +197,8 @@ class Primitive(Generic[P, R_co]):
             value = self.forward(*arrays, **keywords)
         except self.EXPLAINED as error:
             raise self.explain(error, arrays, keywords) from error
+        if value.__class__ is tuple and value[0].__class__ is ndarray:  # residuals are not wanted
+            value = value[0]
         return value if value.__class__ is ndarray else self.value_and_residuals(value)[0]
 
     def value_and_residuals(self, result: Any) -> tuple[np.ndarray, tuple[Any, ...]]:

@@ -9,6 +9,7 @@ Axes: B rows (prompts), R rows that are still running, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
@@ -22,7 +23,7 @@ from tinygrad_mha.decoding.beam import Hypothesis, beam_search
 from tinygrad_mha.decoding.language_model import Cache, LanguageModel, make_cache
 from tinygrad_mha.decoding.sampling import Sampler, check_logits, compute_log_probabilities
 from tinygrad_mha.decoding.stops import TextWriter, parse_end_ids, parse_stops
-from tinygrad_mha.modes import no_grad
+from tinygrad_mha.modes import STATE, no_grad
 from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["ContextFullWarning", "Options", "generate", "stream"]
@@ -318,7 +319,12 @@ class Request:
             options["key_allow"] = np.arange(window, length) >= visible[:, None]
         if cache is not None:
             options["cache"] = cache
-        return self.model(ids[:, new:], last_only=True, **options).numpy()[:, -1]
+        model = self.fast_model if STATE.get().is_silent else self.model
+        return plain(model(ids[:, new:], last_only=True, **options))[:, -1]
+
+    @functools.cached_property
+    def fast_model(self) -> LanguageModel:
+        return self.model.copy_on_arrays() if hasattr(self.model, "copy_on_arrays") else self.model
 
     def _new_cache(self) -> Cache | None:
         return make_cache(self.model) if self.use_cache else None

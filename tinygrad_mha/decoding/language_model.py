@@ -27,7 +27,8 @@ class LanguageModel(Protocol):
         config: has `vocab_size` and `block_size`, the largest number of tokens that a call may read.
 
     A method `new_cache()` that returns an empty `Cache` is optional. Without it every call reads all tokens. So are
-    `end_ids`, the ids after which a text ends.
+    `end_ids`, the ids after which a text ends, and `copy_on_arrays()`, which returns a model of the same results, as
+    arrays, that is faster and is called in place of this one where nothing is recorded.
     """
 
     config: Any

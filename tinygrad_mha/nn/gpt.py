@@ -24,10 +24,10 @@ from tinygrad_mha.nn.contract import AttentionFactory, call_attention, find_opti
 from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Masks, Projection, Steps, check_rows
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
-from tinygrad_mha.nn.module import Module
+from tinygrad_mha.nn.module import Module, copy_on_arrays, has_array_forward
 from tinygrad_mha.nn.positions import Position, as_position
 from tinygrad_mha.nn.scores import Score, as_score
-from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.tensors import Tensor, plain, wrap
 
 __all__ = ["GPT", "Block", "CausalSelfAttention", "GPTConfig", "GPTTrace", "LMHead"]
 
@@ -174,6 +174,7 @@ class CausalSelfAttention(Module):
     """
 
     is_attention = True
+    takes_arrays = True
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class CausalSelfAttention(Module):
 
     def forward(self, x: Any, positions: Any = None, **options: Any) -> Tensor:
         """(T, C) or (B, T, C) -> the same shape; `options` are cache, key_allow and edit of `MultiHeadAttention`."""
-        x = check_rows(x, self.d_model, positions)
+        x = check_rows(x, self.d_model, positions, self.on_arrays)
         qkv = self.c_attn(x)
         return self.c_proj(
             self.heads.attend_packed(qkv, positions=positions, causal=True, window=self.window, **options)
@@ -211,7 +212,7 @@ class CausalSelfAttention(Module):
     def per_head(self, x: Any, positions: Any = None, key_allow: Any = None) -> Tensor:
         """The same result one head at a time, every matrix named; see `MultiHeadAttention.per_head`."""
         with self.scope():
-            x = check_rows(x, self.d_model, positions)
+            x = check_rows(x, self.d_model, positions, self.on_arrays)
             weight, bias, (start_k, start_v) = self.c_attn.weight, self.c_attn.bias, self._starts()
             projections = (
                 Projection("Q", weight, bias, self.d_k),
@@ -233,6 +234,8 @@ class Block(Module):
     norm_first=True (GPT-2):  x + attn(ln_1(x)), then x + mlp(ln_2(x)).
     norm_first=False (GPT-1): ln_1(x + attn(x)), then ln_2(x + mlp(x)).
     """
+
+    takes_arrays = True
 
     def __init__(
         self, config: GPTConfig, attention: AttentionFactory, rng: np.random.Generator, dropout_rng: np.random.Generator
@@ -257,12 +260,16 @@ class Block(Module):
 
     def _attend(self, x: Tensor, **options: Any) -> Tensor:
         if type(self.attn) is CausalSelfAttention:
-            return self.attn(x, **options)
-        return call_attention(self.attn, x, **options)
+            y = self.attn(x, **options)
+        else:
+            y = call_attention(self.attn, wrap(plain(x)) if self.on_arrays else x, **options)
+        return plain(y) if self.on_arrays else y
 
 
 class LMHead(Module):
     """Logits: x @ weight^T, with the weight (V, C) in the layout of an embedding, so that both can share it."""
+
+    takes_arrays = True
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -295,6 +302,8 @@ class GPT(Module):
         >>> model.loss([[1, 2, 3]], [[2, 3, 4]]).shape
         ()
     """
+
+    takes_arrays = True
 
     def __init__(self, config: GPTConfig, seed: int | None = 0, attention: AttentionFactory | None = None) -> None:
         self.config = config
@@ -408,6 +417,11 @@ class GPT(Module):
                 f"tokens and no cache"
             )
         return idx, start
+
+    def copy_on_arrays(self) -> Self:
+        """A twin whose calls take less time, for inference; see `nn.module.copy_on_arrays`. Or the model itself."""
+        own = [block.attn for block in self.h if not all(has_array_forward(m) for _, m in block.attn.named_modules())]
+        return copy_on_arrays(self, kept=own)
 
     def new_cache(self) -> KVCache | None:
         """An empty cache for `forward`; None if the attention of a block takes none, so that nothing is cached."""

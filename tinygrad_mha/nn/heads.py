@@ -24,7 +24,7 @@ from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.nn.scores import Score
 from tinygrad_mha.ops import join_heads, split_heads
 from tinygrad_mha.ops.scaled_dot_product import view_heads
-from tinygrad_mha.tensors import Tensor, as_tensor, plain, wrap
+from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
 
@@ -152,6 +152,8 @@ class Heads(Module):
         score: an object of nn.scores, with parameters if it needs any; with it no call is fused. None for none.
     """
 
+    takes_arrays = True
+
     def __init__(
         self,
         n_head: int,
@@ -193,17 +195,12 @@ class Heads(Module):
         if self._rotates:
             positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
             q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
-        is_fused = self._is_fused(edit)
         keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
-        if is_fused and modes.STATE.get().is_silent:
-            # On arrays: nobody sees the steps, and a Tensor for each is half of the time of a small attention.
-            keys, values = plain(k), plain(v)
-            if cache is not None:
-                keys, values = cache.extend(keys, values)
-            keys, values = repeat_heads(keys, times), repeat_heads(values, times)
-            return wrap(join_heads(ops.attention(plain(q), keys, values, allow, plain(bias), keep_mask)))
-        if cache is not None:
+        is_fused = self._is_fused(edit)
+        if cache is not None and is_fused and modes.STATE.get().is_silent:
+            k, v = cache.extend(plain(k), plain(v))  # nobody keeps them, so they may be views
+        elif cache is not None:
             k, v = cache.append(k, v)
         if is_fused:
             return join_heads(ops.attention(q, repeat_heads(k, times), repeat_heads(v, times), allow, bias, keep_mask))
@@ -231,11 +228,9 @@ class Heads(Module):
             allow, bias = self._masks(score_shape, qkv.dtype, **masks)
             keep_mask = self.dropout.sample_mask((*qkv.shape[:-2], n, n_tokens, n_tokens), qkv.dtype)
             return ops.self_attention(qkv, allow, bias, keep_mask, n_head=n)
-        if is_fused and modes.STATE.get().is_silent:  # the same views in fewer steps, which no picture shows
-            (heads,) = view_heads(plain(qkv), 1, n + 2 * m)
+        if self.on_arrays:  # the same views in fewer steps, which no picture shows
+            (heads,) = view_heads(qkv, 1, n + 2 * m)
             q, k, v = heads[..., :n, :, :], heads[..., n : n + m, :, :], heads[..., n + m :, :, :]
-            if self._rotates:
-                q, k = wrap(q), wrap(k)
         else:
             d = qkv.shape[-1] // (n + 2 * m)
             q, k, v = ops.split(qkv, [n * d, (n + m) * d], axis=-1)
@@ -244,7 +239,7 @@ class Heads(Module):
 
     def _is_fused(self, edit: Edit | None) -> bool:
         """Whether the steps are one node in this call."""
-        return self.fused and edit is None and self.score is None
+        return (self.fused or self.on_arrays) and edit is None and self.score is None
 
     @property
     def _rotates(self) -> bool:
@@ -305,6 +300,7 @@ class Heads(Module):
         """All masks as one boolean array and all biases as one Tensor or array, or None for either."""
         _, _, n_q, n_k = score_shape
         by_position = self.position.bias(self.n_head, n_q, n_k, dtype)
+        by_position = plain(by_position) if self.on_arrays else by_position
         if bias is None:
             bias = by_position
         else:
@@ -322,9 +318,9 @@ def select_layer_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | Non
     return cache[0]
 
 
-def check_rows(x: Any, width: int, positions: Any) -> Tensor:
+def check_rows(x: Any, width: int, positions: Any, on_arrays: bool) -> Tensor:
     """Return x as a Tensor (T_q, d_model) or (B, T_q, d_model), after checking its width and `positions`."""
-    x = as_tensor(x)
+    x = x if on_arrays else as_tensor(x)
     if x.ndim not in (2, 3):
         raise ValueError(f"x must be (T_q, d_model) or (B, T_q, d_model), got shape {x.shape}")
     check_width(x, width, f"attention with d_model={width}")

@@ -39,6 +39,8 @@ class Linear(Module):
         (5, 3)
     """
 
+    takes_arrays = True
+
     def __init__(self, n_in: int, n_out: int, bias: bool = True, std: float | None = None, rng: Seed = None) -> None:
         n_in, n_out = check_count(n_in, "n_in"), check_count(n_out, "n_out")
         self.weight = normal((n_in, n_out), n_in**-0.5 if std is None else std, rng)
@@ -57,6 +59,8 @@ class Embedding(Module):
         IndexError: an id that is not in 0 .. n - 1; the message gives the first one and its index.
     """
 
+    takes_arrays = True
+
     def __init__(self, n: int, width: int, std: float = 0.02, rng: Seed = None) -> None:
         self.weight = normal((check_count(n, "n"), check_count(width, "width")), std, rng)
 
@@ -66,6 +70,8 @@ class Embedding(Module):
 
 class LayerNorm(Module):
     """Normalize each row (the last axis) to mean 0 and variance 1, then * weight + bias (arXiv:1607.06450)."""
+
+    takes_arrays = True
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True) -> None:
         self.eps = eps
@@ -79,6 +85,8 @@ class LayerNorm(Module):
 
 class RMSNorm(Module):
     """Normalize each row (the last axis) to a mean square of 1, then * weight (arXiv:1910.07467)."""
+
+    takes_arrays = True
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         self.eps = eps
@@ -100,11 +108,15 @@ class Dropout(Module):
         ValueError: `p` outside 0 .. 1.
     """
 
+    takes_arrays = True
+
     def __init__(self, p: float, rng: Seed = None) -> None:
         self.p = check_probability(p, "p")
         self.rng = np.random.default_rng(rng)
 
     def forward(self, x: Any) -> Tensor:
+        if self.on_arrays:
+            return x
         x = as_tensor(x)
         mask = self.sample_mask(x.shape, x.dtype)
         return x if mask is None else ops.dropout(x, mask)
@@ -131,6 +143,8 @@ class FeedForward(Module):
         activation: "gelu" (exact), "gelu_tanh" (as GPT-2 was trained), "relu" or "swiglu".
         std, std_out: standard deviations of the initial weights of c_fc (and c_gate) and of c_proj; see `Linear`.
     """
+
+    takes_arrays = True
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ import copy
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tinygrad_mha import modes
 from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.tensors import Tensor, mark_written
 
-__all__ = ["Module", "Scope", "walk"]
+__all__ = ["Module", "Scope", "copy_on_arrays", "has_array_forward", "walk"]
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -23,6 +23,8 @@ R_co = TypeVar("R_co", covariant=True)
 
 class HasForward(Protocol[P, R_co]):
     """A module with a `forward` of these parameters and this result. Tells type checkers how a module is called."""
+
+    on_arrays: bool
 
     def scope(self) -> modes.scope: ...
     def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
@@ -66,6 +68,11 @@ class Module:
     """Whether the module computes attention. Pictures colour it accordingly."""
     detail: str = ""
     """What pictures add to the name of the class, such as "4 heads"."""
+    takes_arrays: ClassVar[bool] = False
+    """Whether `forward` computes on arrays as it does on tensors. Counts for the class that states it, not for others
+    derived from it."""
+    on_arrays: bool = False
+    """Whether the parameters are arrays, as in a twin that `copy_on_arrays` makes."""
 
     _training: bool = True
     _name: str = ""
@@ -76,7 +83,7 @@ class Module:
 
     def __call__(self: HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call `forward` with the same arguments, in the scope of this module."""
-        if modes.STATE.get().is_silent:  # no node is made that could have a scope
+        if self.on_arrays or modes.STATE.get().is_silent:  # no node is made that could have a scope
             return self.forward(*args, **kwargs)
         with self.scope():
             return self.forward(*args, **kwargs)
@@ -281,6 +288,37 @@ class EvalMode(Generic[M]):
 
     def __exit__(self, *exception: object) -> None:
         modes.leave(self, "evaluating")
+
+
+def has_array_forward(module: Module) -> bool:
+    """Whether a module, without those in it, computes on arrays; see `Module.takes_arrays`."""
+    return bool(vars(type(module)).get("takes_arrays")) and "forward" not in vars(module)
+
+
+def copy_on_arrays(module: M, kept: Iterable[Module] = ()) -> M:
+    """A twin of `module` for inference: in eval mode, with arrays in the place of tensors. It returns arrays.
+
+    No node, scope or Tensor is made in its calls, so they take less time. The twin shares the memory of the parameters.
+    The modules `kept`, and those in them, belong to both. If another one does not compute on arrays, the result is
+    `module` itself.
+    """
+    twins: dict[int, Module] = {id(inner): inner for outer in kept for _, inner in outer.named_modules()}
+    modules = [inner for _, inner in module.named_modules() if id(inner) not in twins]
+    if not all(map(has_array_forward, modules)):
+        return module
+    twins |= {id(inner): object.__new__(type(inner)) for inner in modules}
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (Tensor, Module)):
+            return value._data if isinstance(value, Tensor) else twins[id(value)]
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        return value
+
+    for inner in modules:
+        contents = {name: convert(value) for name, value in vars(inner).items()}
+        vars(twins[id(inner)]).update(contents, on_arrays=True, _training=False)
+    return cast(M, twins[id(module)])
 
 
 def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tuple[str, Any]]:

@@ -164,6 +164,7 @@ class MultiHeadAttention(Module):
     """
 
     is_attention = True
+    takes_arrays = True
 
     def __init__(
         self,
@@ -262,7 +263,10 @@ class MultiHeadAttention(Module):
         k, v = memory if isinstance(memory, Memory) else self._keys_and_values(self._check_memory(x, memory))
         masks = Masks(allow=allow, key_allow=key_allow, bias=bias, causal=causal, window=window)
         concat = self.heads.attend(q, k, v, cache, positions, steps or edit, **masks)
-        y = ops.linear(concat, self.wo, self.bo).named("Y")
+        y = ops.linear(concat, self.wo, self.bo)
+        if self.on_arrays:
+            return y
+        y.name = "Y"
         return y if steps is None else (y, steps.trace())
 
     def project_memory(self, memory: Any) -> Memory:
@@ -275,7 +279,7 @@ class MultiHeadAttention(Module):
             [(1, 5), (3, 5)]
         """
         with self.scope():
-            memory = as_tensor(memory)
+            memory = memory if self.on_arrays else as_tensor(memory)
             check_width(memory, self.d_memory, "MultiHeadAttention, memory with d_memory columns,")
             return self._keys_and_values(memory)
 
@@ -302,7 +306,7 @@ class MultiHeadAttention(Module):
     def _check_input(self, x: Any, memory: Any, cache: Any, positions: Any) -> Tensor:
         if memory is not None and (cache is not None or positions is not None or self.position.name != "none"):
             raise ValueError("positions and a cache count the tokens of x; cross-attention (memory=) takes neither")
-        return check_rows(x, self.d_model, positions)
+        return check_rows(x, self.d_model, positions, self.on_arrays)
 
     def _check_memory(self, x: Tensor, memory: Any) -> Tensor:
         if memory is None:

@@ -35,6 +35,7 @@ class Position(Scheme):
     """
 
     name: ClassVar[str] = "none"
+    takes_arrays = True
     acts_on: ClassVar[Literal["input", "attention"]] = "attention"
     rotates: ClassVar[bool] = False  # whether it uses `positions` in attention, by `rotate`
 
@@ -62,6 +63,7 @@ class Position(Scheme):
 class Learned(Position):
     """A learned vector for each position is added to the token vectors, as in GPT-2."""
 
+    takes_arrays = True
     acts_on = "input"
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Learned(Position):
 class Sinusoidal(Position):
     """Sines and cosines of the position are added to the token vectors (arXiv:1706.03762, section 3.5)."""
 
+    takes_arrays = True
     acts_on = "input"
 
     def forward(self, positions: np.ndarray, x: Tensor) -> np.ndarray:
@@ -91,6 +94,7 @@ class Rotary(Position):
 
     base: float = 10000.0
 
+    takes_arrays = True
     rotates = True
 
     def check_head_width(self, d: int) -> None:
@@ -103,6 +107,8 @@ class Rotary(Position):
 
 class Alibi(Position):
     """A bias of minus slope times distance is added to the scores; each head has its slope (arXiv:2108.12409)."""
+
+    takes_arrays = True
 
     def bias(self, n_head: int, n_q: int, n_k: int, dtype: np.dtype[Any]) -> Tensor:
         return Tensor(alibi(n_head, n_q, n_k), dtype=dtype, name="alibi")
@@ -121,6 +127,8 @@ class Relative(Position):
     num_buckets: int = 32
     max_distance: int = 128
     bidirectional: bool = True
+
+    takes_arrays = True
 
     def __post_init__(self) -> None:
         self.weight: Tensor | None = None  # (num_buckets, H)

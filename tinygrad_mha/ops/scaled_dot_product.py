@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_boolean
-from tinygrad_mha.ops.elementary import X, add, mask, matmul, reshape, split, transpose, where
+from tinygrad_mha.ops.elementary import X, add, mask, matmul, split, where
 from tinygrad_mha.ops.elementary import scale as multiply_by
 from tinygrad_mha.ops.network import dropout, softmax
 from tinygrad_mha.primitives import primitive
@@ -150,18 +150,18 @@ def view_heads(x, parts, n_head):
 
 def split_heads(x: X, n: int) -> X:
     """Split the columns into n heads: (..., T, n * d) -> (..., n, T, d). Head i gets columns i * d to (i + 1) * d."""
-    return swap_tokens_and_heads(reshape(x, shape=(*x.shape[:-1], n, x.shape[-1] // n)))
+    return swap_tokens_and_heads(x.reshape(*x.shape[:-1], n, x.shape[-1] // n))
 
 
 def join_heads(x: X) -> X:
     """Put the heads side by side: (..., H, T, d) -> (..., T, H * d)."""
     x = swap_tokens_and_heads(x)
-    return reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def swap_tokens_and_heads(x: X) -> X:
     """(..., T, H, d) -> (..., H, T, d), and back."""
-    return transpose(x, axes=(*range(x.ndim - 3), -2, -3, -1))
+    return x.transpose(*range(x.ndim - 3), -2, -3, -1)
 
 
 def score_scale(q, scale):
