@@ -174,9 +174,9 @@ class Heads(Module):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Any,
+        k: Any,
+        v: Any,
         cache: KVCache | CachedLayer | None = None,
         positions: Any = None,
         edit: Edit | None = None,
