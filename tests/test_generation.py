@@ -8,6 +8,7 @@ import pytest
 import tinygrad_mha as tg
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer, CharTokenizer
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, count_multiply_adds, generate, stream
+from tinygrad_mha.modes import STATE
 
 VOCABULARY, BLOCK = 29, 13
 POSITIONS = ["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
@@ -845,3 +846,77 @@ def test_a_users_fused_primitive_is_counted_by_its_composition(own_primitives, r
 def test_an_unknown_option_of_stream_is_refused_by_its_own_name(model):
     with pytest.raises(TypeError, match=r"stream\(\) has no option 'beam', 'topk'; its options are top_k, top_p"):
         stream(model, [1], 3, topk=2, beam=2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The twin on arrays, which generate calls
+
+KINDS = {
+    "gpt2": {},
+    "gpt1": {"norm_first": False},
+    "llama": {"norm": "rms", "activation": "swiglu", "position": "rotary", "bias": False, "n_kv_head": 2},
+    "mistral": {"position": "rotary", "n_kv_head": 2, "window": 3},
+    "sinusoidal": {"position": "sinusoidal", "activation": "gelu", "tie_weights": False},
+    "alibi": {"position": "alibi", "activation": "relu"},
+    "relative": {"position": "relative", "n_kv_head": 1},
+    "softcap": {"score": "softcap"},
+    "sinks": {"score": "sinks", "position": "rotary"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_twin_on_arrays_computes_what_the_model_computes_in_eval_mode(kind, dropout):
+    config = tg.nn.GPTConfig(11, 13, n_layer=2, n_head=4, n_embd=24, dropout=dropout, **KINDS[kind])
+    model = tg.nn.GPT(config, seed=0).astype(np.float64)
+    for parameter in model.parameters():
+        parameter.assign_(np.random.default_rng(0).standard_normal(parameter.shape) / 3)
+    twin = model.copy_on_arrays()
+    rows = {"positions": np.array([[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]])}
+    allow = np.array([[False, True, True, True, True, True], [True] * 6])
+    idx = np.random.default_rng(1).integers(11, size=(2, 6))
+    caches = [tg.nn.KVCache(2), tg.nn.KVCache(2)]
+    with model.evaluating(), tg.no_grad():
+        for columns in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            options = {"positions": rows["positions"][:, columns], "key_allow": allow[:, : columns.stop]}
+            expected = model(idx[:, columns], cache=caches[0], **options)
+            got = twin(idx[:, columns], cache=caches[1], **options)
+            assert isinstance(got, np.ndarray)
+            np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)
+        np.testing.assert_allclose(twin(idx[0]), model(idx[0]).numpy(), rtol=1e-12)
+    assert model.training  # the twin has a mode of its own
+
+
+def test_the_twin_sees_what_is_assigned_to_the_parameters_afterwards():
+    model = make_model()
+    twin = model.copy_on_arrays()
+    model.wte.weight.assign_(model.wte.weight.numpy()[::-1].copy())
+    np.testing.assert_array_equal(twin([[3, 1, 4]]), model([[3, 1, 4]]).numpy())
+
+
+def test_a_model_with_a_module_of_another_kind_is_its_own_twin():
+    class Doubled(tg.nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = make_model()
+    model.ln_f = Doubled(model.config.n_embd)
+    assert model.copy_on_arrays() is model
+    model = make_model()
+    model.h[0].mlp.forward = lambda x: x * 0
+    assert model.copy_on_arrays() is model
+
+
+def test_generation_that_is_recorded_is_recorded_whole():
+    model, seen = make_model(), []
+
+    class Observer:
+        def applied(self, op, inputs, out):
+            seen.append(op.name)
+
+    token = STATE.set(STATE.get()._replace(observer=Observer()))
+    try:
+        tg.generate(model, [3, 1], 2, temperature=0)
+    finally:
+        STATE.reset(token)
+    assert seen.count("layer_norm") == 2 * (2 * model.config.n_layer + 1)

@@ -16,6 +16,7 @@ import pytest
 import tinygrad_mha as tg
 from tinygrad_mha import nn
 from tinygrad_mha.decoding.beam import beam_search
+from tinygrad_mha.nn.module import copy_on_arrays
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "translation"))
 
@@ -575,3 +576,17 @@ def test_batches_of_different_sizes_are_refused(model):
 def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_transformer_translates_with_a_twin_on_arrays_that_computes_the_same(norm_first):
+    sizes = {"d_model": 6, "n_head": 2, "n_layer": 2, "d_ff": 12, "max_len": 9, "dropout": 0.5}
+    model = nn.Transformer(11, 7, norm_first=norm_first, **sizes).astype(np.float64)
+    twin = copy_on_arrays(model)
+    src = np.array([[3, 4, 5, 0], [6, 3, 9, 10]])
+    with model.evaluating(), tg.no_grad():
+        states = model.begin(src), twin.begin(src)
+        for tokens in ([1, 1], [3, 5]):
+            expected, got = (m.advance(s, np.array(tokens)) for m, s in zip((model, twin), states, strict=True))
+            assert isinstance(got, np.ndarray)
+            np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)

@@ -57,6 +57,8 @@ class ResidualBlock(Module):
 class EncoderBlock(ResidualBlock):
     """Self-attention over the source, then a feed-forward network."""
 
+    takes_arrays = True
+
     def forward(self, x: Tensor, key_allow: np.ndarray | None, steps: Steps | None = None) -> Tensor:
         """Map the source (B, S, C) to (B, S, C). `key_allow` (B, S) is False for padding; `steps` records attention."""
         x = self.add(x, self.ln_1, lambda x: self.attn(x, key_allow=key_allow, edit=steps))
@@ -67,6 +69,7 @@ class DecoderBlock(ResidualBlock):
     """Causal self-attention over the target, cross-attention to the source, then a feed-forward network."""
 
     has_cross = True
+    takes_arrays = True
 
     def forward(
         self,
@@ -135,6 +138,8 @@ class Transformer(Translator):
         >>> model.loss([[3, 4, 5]], [[1, 3, 4, 4, 2]]).shape
         ()
     """
+
+    takes_arrays = True
 
     def __init__(
         self,

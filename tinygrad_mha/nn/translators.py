@@ -6,15 +6,15 @@ end. A model reads it without its last word and predicts the word after each.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from tinygrad_mha import modes, ops
 from tinygrad_mha.arguments import as_ids, check_count, check_ids
 from tinygrad_mha.decoding import BeamSearchResult, beam_search, check_logits, compute_log_probabilities
-from tinygrad_mha.nn.module import Module
-from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.nn.module import Module, copy_on_arrays
+from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["Translator"]
 
@@ -141,12 +141,13 @@ class Translator(Module):
         if ids.ndim != 1:
             raise ValueError(f"search takes one source (S,), got shape {ids.shape}")
         with self.evaluating():
-            state = self.begin(ids[ids != self.pad][None])
+            model = self._model_for_inference()
+            state = model.begin(ids[ids != self.pad][None])
 
             def step(prefixes: np.ndarray, parents: np.ndarray) -> np.ndarray:
                 nonlocal state
                 state = state.select(parents)
-                return compute_log_probabilities(self.advance(state, prefixes[:, -1]).numpy())
+                return compute_log_probabilities(plain(model.advance(state, prefixes[:, -1])))
 
             return beam_search(step, [self.start], self.end, beam, self.limit_tokens(max_new_tokens), length_penalty)
 
@@ -154,14 +155,19 @@ class Translator(Module):
     def _generate_greedily(self, src: np.ndarray, limit: int) -> list[np.ndarray]:
         """Take the most probable word at every step, for all rows at once."""
         with self.evaluating():
-            state = self.begin(src)
+            model = self._model_for_inference()
+            state = model.begin(src)
             tokens = np.full(len(src), self.start)
             columns: list[np.ndarray] = []
             while (tokens != self.end).any() and len(columns) < limit:
-                best = check_logits(self.advance(state, tokens).numpy()).argmax(axis=-1)
+                best = check_logits(plain(model.advance(state, tokens))).argmax(axis=-1)
                 tokens = np.where(tokens == self.end, self.end, best)
                 columns.append(tokens)
         return [self.cut_at_end(row) for row in np.stack(columns, axis=1)]
+
+    def _model_for_inference(self) -> Self:
+        """A twin on arrays, unless operations are to be recorded."""
+        return copy_on_arrays(self) if modes.STATE.get().is_silent else self
 
     def limit_tokens(self, max_new_tokens: int | None) -> int:
         """Return the largest number of words of an answer: max_len by default and at most."""
