@@ -1,0 +1,88 @@
+"""The long run of everything that looks for faults, and its report: python benchmarks/reliability.py [--only NAME].
+
+Each part is a script of its own that writes counts as JSON. They are kept in reliability.json, so that parts can run
+on different days, and written into docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, KEPT = ROOT / "docs/reliability.md", ROOT / "reliability.json"
+BEGIN, END = "<!-- long run: begin -->\n", "<!-- long run: end -->"
+
+Counts = dict[str, Any]
+
+
+def describe_programs(counts: Counts) -> str:
+    kinds = ", ".join(f"{n:,} of {kind}" for kind, n in counts["programs"].items())
+    total = sum(counts["programs"].values())
+    return f"{total:,} random programs compared with torch ({kinds}): {len(counts['disagreements'])} disagreements"
+
+
+def describe_mutants(counts: Counts) -> str:
+    left, same = len(counts["survivors"]), len(counts["equivalent"])
+    noticed = counts["mutants"] - left - same
+    return f"{counts['mutants']} mutants: {noticed} noticed by a test, {same} without effect, {left} not noticed"
+
+
+def describe_load(counts: Counts) -> str:
+    lines = []
+    for entry in counts.values():
+        figures = {key: value for key, value in entry.items() if key not in ("what", "seconds")}
+        what = entry["what"].splitlines()[0].rstrip(".")
+        lines.append(f"{what} ({', '.join(f'{key}: {value}' for key, value in figures.items())})")
+    return "; ".join(lines)
+
+
+# Each part: the command, to which --json FILE is added, and what its counts say.
+PARTS: dict[str, tuple[list[str], Callable[[Counts], str]]] = {
+    "programs": (["tests/differential.py", "--programs", "10000"], describe_programs),
+    "mutants": (["benchmarks/mutants.py", "--count", "200"], describe_mutants),
+    "load": (["benchmarks/load.py"], describe_load),
+}
+
+
+def run(command: list[str]) -> Counts:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "counts.json")
+        subprocess.run([sys.executable, *command, "--json", str(file)], cwd=ROOT, env=environment, check=False)
+        return json.loads(file.read_text())
+
+
+def write_page(kept: dict[str, Counts]) -> None:
+    rows = [f"| {name} | {kept[name]['date']} | {kept[name]['text']} |" for name in PARTS if name in kept]
+    table = "\n".join(["| part | date | result |", "|---|---|---|", *rows, ""])
+    text = PAGE.read_text()
+    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    args = parser.parse_args()
+    kept: dict[str, Counts] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for name in args.only:
+        command, describe = PARTS[name]
+        counts = run(command)
+        today = datetime.date.today().isoformat()
+        kept[name] = {"date": today, "python": platform.python_version(), "text": describe(counts), "counts": counts}
+        KEPT.write_text(json.dumps(kept, indent=2) + "\n")
+    write_page(kept)
+
+
+if __name__ == "__main__":
+    main()
