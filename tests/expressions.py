@@ -405,7 +405,7 @@ def of_two(b: Builder, name: str) -> Value:
     return b.apply(name, *b.one_of((x, y), (y, x)))
 
 
-@builds("sum", "mean", "var", "norm", "std")
+@builds("sum", "mean", "var", "norm", "std", "logsumexp")
 def reduction(b: Builder, name: str) -> Value:
     if name == "std":
         x = b.spread(b.pick(lambda shape: shape[-1] > 1, least=1))
@@ -599,7 +599,7 @@ def einsum_with_dots(b: Builder, name: str) -> Value:
     return b.apply(name, x, *([] if other is None else [b.shaped(other)]), subscripts=subscripts)
 
 
-@builds("softmax", "log_softmax")
+@builds("softmax", "log_softmax", "cumsum")
 def softmax(b: Builder, name: str) -> Value:
     x = b.pick(least=1)
     return b.apply(name, x, axis=b.axis(x.array.ndim))

@@ -87,8 +87,10 @@ def layer_norm(
     given = [a for a in (weight, bias) if a is not None]
     body = select(x, *given) if all(a.shape == x.shape[-1:] for a in given) else reference
     result = body.layer_norm(x, weight, bias, eps)
-    usable = result[2] > 0
-    return result if usable.all() else layer_norm_of_large_rows(x, weight, bias, eps, ~usable)
+    usable = result[2] > 0  # the variance of a row is finite
+    return (
+        result if np.count_nonzero(usable) == usable.size else layer_norm_of_large_rows(x, weight, bias, eps, ~usable)
+    )
 
 
 def layer_norm_of_large_rows(
