@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -504,3 +505,42 @@ def test_a_notebook_can_show_it_twice(browser, tmp_path, mha, x):
         assert browser.find_element(By.ID, "step").text.startswith("Step 2")
         browser.switch_to.default_content()
     assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A whole GPT
+
+
+@pytest.fixture
+def model_page(browser, tmp_path):
+    tokenizer = tg.data.CharTokenizer.of("</script> is not html")
+    config = tg.nn.GPTConfig(tokenizer.vocab_size, block_size=13, n_layer=3, n_head=2, n_embd=14)
+    model = tg.nn.GPT(config, seed=0)
+    return Page(browser, tg.walkthrough(model, "</script>", tokenizer=tokenizer), tmp_path / "model.html")
+
+
+def test_a_reader_follows_a_token_samples_and_enters_a_head(model_page):
+    page = model_page
+    assert page.errors() == []
+    assert page.requests() == [page.url]
+    assert "A GPT" in page.text("h1")
+    page.find("#tokens button")[2].click()
+    assert page.find("#tokens button")[2].get_attribute("aria-pressed") == "true"
+    assert len(page.find(".lens")) == 7
+    page.run("document.querySelectorAll('#temperature input')[0].click()")
+    assert "100.0 %" in page.text("#next table")
+    page.find("#heads [data-layer='2']")[1].click()
+    page.browser.switch_to.frame(page.one("#frame"))
+    deadline = time.monotonic() + 20
+    while not page.find("#equations .cell") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "S2" in page.text("#step").replace(" ", "")
+    page.browser.switch_to.default_content()
+    page.one("#leave").click()
+    assert not page.one("#room").is_displayed()
+    page.one("#language").click()
+    assert "残差流" in page.text("#stream h2")
+    page.run("document.querySelectorAll('#modes input')[1].click()")
+    page.find("[data-matrix]")[0].click()
+    assert len(page.find("dialog td")) == 9 * 14
+    assert page.errors() == []

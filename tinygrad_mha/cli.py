@@ -283,7 +283,7 @@ def add_walkthrough(commands: Any) -> None:
     option("--heads", type=int, default=2, help="default: %(default)s")
     option("--widths", default="5x7x11", metavar="5x7x11", help="d_model x d_k x d_v; default: %(default)s")
     option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
-    option("--layer", type=int, default=0, help="the layer of that model (default 0)")
+    option("--layer", type=int, help="only the attention of this layer of that model (from 0)")
     option("--no-mask", action="store_true", help="every token may attend to all others")
     option("--lang", choices=("en", "zh"), default="en", help="the language of the page")
     option("--seed", type=int, default=0, help="of the random weights (default 0)")
@@ -292,15 +292,13 @@ def add_walkthrough(commands: Any) -> None:
 def run_walkthrough(args: argparse.Namespace) -> int:
     """Write a page that shows the attention of your own sentence, matrix by matrix.
 
-    The page is one file. The weights are random, or those of one layer of a trained model.
+    The page is one file. The weights are random. With --model it shows a whole trained model, from text to next token.
     """
     if args.model is not None:
         if args.no_mask:
             raise ValueError("a GPT is causal: use --no-mask without --model")
         model, tokenizer = open_model(args.model)
-        ids = tokenizer.encode(args.sentence)
-        tokens = [tokenizer.decode([i]) for i in ids]
-        page = tg.walkthrough(model, ids, tokens=tokens, layer=args.layer, lang=args.lang)
+        page = tg.walkthrough(model, args.sentence, tokenizer=tokenizer, layer=args.layer, lang=args.lang)
     else:
         tokens = args.sentence.split()
         if not tokens:

@@ -10,29 +10,28 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygrad_mha import engine, modes, ops, transforms
+from tinygrad_mha import engine, modes, transforms
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.decoding import count_multiply_adds
 from tinygrad_mha.nn import GPT, KVCache
-from tinygrad_mha.nn.contract import call_attention
 from tinygrad_mha.nn.heads import NAMES
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 from tinygrad_mha.viz.diagram.record import record_backward
 from tinygrad_mha.viz.page.equations import Json, as_matrix, write_walks
 from tinygrad_mha.viz.page.heads import HeadByHead
+from tinygrad_mha.viz.page.model_run import ModelRun, copy_for_run, run_model
 
-__all__ = ["MOST_PARAMETER_ROWS", "Subject", "collect", "name_tokens", "prepare_attention", "prepare_layer"]
+__all__ = ["MOST_PARAMETER_ROWS", "Subject", "as_json_number", "check_sequence", "collect", "enter_layer"]
+__all__ += ["name_tokens", "prepare_attention", "prepare_layer"]
 
 MOST_TOKENS = 64
 MOST_PARAMETER_ROWS = 256  # of a parameter: for how many rows it is measured what they reach
 THRESHOLD = 1e-9  # relative: a row is reached if its derivative is more than this part of the largest one
-
-AnyModule = TypeVar("AnyModule", bound=Module)
 
 
 class Subject(NamedTuple):
@@ -42,27 +41,6 @@ class Subject(NamedTuple):
     x: np.ndarray
     grad: Any
     facts: Json
-
-
-class Recorder(Module):
-    """Calls a module in its place, and keeps the last input and output."""
-
-    def __init__(self, module: Module) -> None:
-        self.module = module
-
-    def forward(self, x: Tensor, **options: Any) -> Any:
-        y = call_attention(self.module, x, **options)
-        self.last = x, y
-        return y
-
-
-def copy_for_run(module: AnyModule) -> AnyModule:
-    """A copy in eval mode in which every parameter receives a gradient, frozen ones too."""
-    twin = copy.deepcopy(module).eval()
-    for _, found in walk(twin):
-        if isinstance(found, Tensor) and found.dtype.kind == "f":
-            found.requires_grad = True
-    return twin
 
 
 def prepare_attention(attention: Module, x: Any, grad: Any) -> Subject:
@@ -83,21 +61,22 @@ def prepare_layer(model: GPT, ids: Any, layer: int, grad: Any) -> Subject:
     idx = check_sequence(as_ids(ids, "ids"), 1, "ids must be (T,)")
     if not 0 <= layer < len(model.h):
         raise ValueError(f"this GPT has the layers 0 to {len(model.h) - 1}, got layer={layer}")
-    facts: Json = {"layer": layer, "layers": len(model.h), "ids": [str(i) for i in idx.tolist()]}
-    model = copy_for_run(model)
-    attention: Any = model.h[layer].attn
-    recorder: Any = Recorder(attention)
-    model.h[layer].attn = recorder
-    logits = model(idx)
-    x, y = recorder.last
-    if grad is None and len(idx) > 1:
-        loss = ops.cross_entropy(logits[:-1], idx[1:])
-        grad = transforms.grad(loss, y)[0].numpy()
-        facts |= {"loss": "next_token", "loss_value": as_json_number(loss.numpy())}
+    run = run_model(model, idx)
+    y = run.parts[f"h.{layer}.attn"].y
+    known = [None] if grad is not None else run.get_gradients([y])
+    return enter_layer(run, layer, grad if known[0] is None else known[0], from_loss=known[0] is not None)
+
+
+def enter_layer(run: ModelRun, layer: int, grad: Any, from_loss: bool) -> Subject:
+    """The attention of one layer of a run, and the gradient of its output; `from_loss`: by the loss of the run."""
+    facts: Json = {"layer": layer, "layers": len(run.model.h), "ids": [str(i) for i in run.idx.tolist()]}
+    if from_loss and run.loss is not None:
+        facts |= {"loss": "next_token", "loss_value": as_json_number(run.loss.numpy())}
+    recorder = run.parts[f"h.{layer}.attn"]
+    attention = recorder.module
     # A GPT calls its attention without `causal`, so a per_head with that argument could show another mask.
     is_same = has_own_per_head(attention) and not accepts(attention.per_head, "causal")
-    attention = attention if is_same else HeadByHead(attention)
-    return Subject(attention, x.numpy(), grad, facts)
+    return Subject(attention if is_same else HeadByHead(attention), recorder.x.numpy(), grad, facts)
 
 
 def check_sequence(x: Any, ndim: int, expected: str) -> np.ndarray:

@@ -1,58 +1,12 @@
-'use strict';
-// All numbers and equations were computed by the run that wrote this page. This script draws them. It computes only
-// colours, positions, and the terms of a product when its result is pointed at.
-
-const read = id => JSON.parse(document.getElementById(id).textContent);
-const get = id => document.getElementById(id);
-const data = read('data'), words = read('words'), {facts, tokens} = data, count = tokens.length;
-const state = {lang: data.lang, head: 0, step: 0, gradients: false, decode: 0};
+const begin = JSON.parse(document.documentElement.dataset.state ?? '{}'); // how the page of a GPT or the lab opens it
+const state = {lang: data.lang, head: 0, step: 0, gradients: false, decode: 0, ...begin};
+state.head = Math.min(state.head, data.walks.length - 1);
+state.step = Math.min(state.step, data.walks[state.head].length - 1);
+if (state.decode > data.decode.length) state.decode = 0;
 let pointed = null; // the row pointed at: {name, row, gradient}
 let vectors = []; // all rows on the page, in the map and in the equations
 const steps = () => data.walks[state.head];
 const shown = step => (state.gradients ? step.backward : step.forward); // its equations
-
-// ------------------------------------------------------------------------------------------------------------- words
-
-const say = (key, fill = {}) => words[state.lang][key].replace(/\{(\w+)\}/g, (all, name) => fill[name] ?? all);
-
-/** An element with a class, attributes and children. A string becomes a text node, never HTML. */
-function make(tag, className = '', attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-/** W_Q1 as W with a subscript; its gradient as ∂L/∂W with a subscript. */
-function title(name, gradient = false, turned = false) {
-  const [stem, index] = name.split(/_(.*)/);
-  const parts = [gradient ? '∂L/∂' + stem : stem];
-  if (index) parts.push(make('sub', '', {}, index));
-  if (turned) parts.push(make('sup', '', {}, 'T'));
-  return make('span', 'name', {}, ...parts);
-}
-
-const spoken = (name, gradient) => (gradient ? '∂L/∂' : '') + name;
-
-/** A sentence. In words.json, [X] stands for the name of a matrix. */
-function sentence(key, names = {}, fill = {}) {
-  return say(key, fill).split(/\[(\w+)\]/).map((part, i) => (i % 2 ? title(names[part] ?? part) : part));
-}
-
-const SIGNS = {' ': '␣', '\n': '⏎', '\t': '⇥'};
-
-/** A token as text that is visible: white space alone is replaced by signs. */
-const visible = token => (token.trim() ? token : token.replace(/[ \n\t]/g, c => SIGNS[c]) || '∅');
-const quoted = token => `“${visible(token).trim()}”`;
-
-// ----------------------------------------------------------------------------------------------------------- numbers
-
-function unpack(packed) {
-  if (!packed) return null;
-  const bytes = Uint8Array.from(atob(packed.f4 ?? packed.f8), c => c.charCodeAt(0));
-  return packed.f8 === undefined ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer);
-}
 
 const matrices = Object.fromEntries(Object.entries(data.matrices).map(([name, m]) => {
   const most = array => array && array.reduce((a, v) => (Number.isFinite(v) ? Math.max(a, Math.abs(v)) : a), 0);
@@ -69,58 +23,6 @@ function depends(made, i, from, j) {
   return Boolean((patterns[index][bit >> 3] >> (7 - (bit & 7))) & 1);
 }
 
-const proper = text => text.replace(/-/g, '−');
-const unfinished = v => (Number.isNaN(v) ? 'nan' : v > 0 ? '∞' : '−∞');
-
-function fourDigits(v) {
-  if (!Number.isFinite(v)) return unfinished(v);
-  const size = Math.abs(v);
-  return proper(v === 0 ? '0' : size < 1e-3 || size >= 1e5 ? v.toExponential(3) : v.toPrecision(4));
-}
-
-function shortNumber(v) {
-  if (!Number.isFinite(v)) return unfinished(v);
-  const size = Math.abs(v);
-  return v === 0 ? '0' : proper(size < 0.01 || size >= 1000 ? v.toExponential(1) : v.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 0.1 ? 2 : 3));
-}
-
-/** The shortest text that gives exactly this number. */
-function exact(v, array) {
-  if (!Number.isFinite(v)) return unfinished(v);
-  let text = String(v);
-  if (array instanceof Float32Array) {
-    for (let p = 1; p < 10 && Math.fround(text = Number(v.toPrecision(p))) !== v; p++);
-  }
-  return proper(String(text));
-}
-
-// ----------------------------------------------------------------------------------------------------------- colours
-
-const dark = matchMedia('(prefers-color-scheme: dark)');
-const LIGHT = {zero: [238, 240, 242], values: [[33, 102, 172], [214, 96, 30]], gradients: [[27, 120, 55], [146, 48, 143]],
-  attention: [[238, 240, 242], [84, 39, 143]]};
-const DARK = {zero: [44, 50, 58], values: [[84, 160, 228], [240, 140, 72]], gradients: [[92, 188, 116], [216, 124, 210]],
-  attention: [[44, 50, 58], [184, 150, 255]]};
-
-const palette = (m, gradient) => (gradient ? 'gradients' : m.kind === 'attention' ? 'attention' : 'values');
-
-function colour(v, most, which) {
-  const {zero, [which]: ends} = dark.matches ? DARK : LIGHT;
-  if (v === -Infinity) return null;
-  if (!Number.isFinite(v)) return dark.matches ? [255, 255, 255] : [20, 20, 20];
-  const part = which === 'attention' ? v : most ? v / most : 0;
-  const t = Math.min(1, Math.abs(part)) ** 0.8, end = ends[part > 0 ? 1 : 0];
-  return zero.map((z, i) => Math.round(z + (end[i] - z) * t));
-}
-
-const css = rgb => (rgb ? `rgb(${rgb})` : 'transparent');
-
-/** Black or white: the one with the better contrast on a colour, by WCAG's relative luminance (at least 4.5 to 1). */
-function ink(rgb) {
-  if (!rgb) return '';
-  const [r, g, b] = rgb.map(v => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? '#000' : '#fff';
-}
 
 // ---------------------------------------------------------------------------------------------------------- matrices
 
@@ -142,6 +44,11 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
   Object.assign(figure.dataset, {name, of: gradient ? 'gradients' : 'values'});
   const shape = turned ? [m.shape[1], m.shape[0]] : m.shape;
   const label = turned ? say('transposed', {name: spoken(name, gradient)}) : spoken(name, gradient);
+  const largest = size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12; // of all numbers, such that the longest fits
+  const fit = text => Math.min(largest, (size.w - 2) / (0.6 * array.reduce((a, v) => Math.max(a, text(v).length), 1)));
+  const decimals = Math.max(0, 1 - Math.floor(Math.log10(most || 1))); // two digits of the largest number
+  const coarse = v => (v === 0 || !Number.isFinite(v) || decimals > 3 || most >= 1e4 ? shortNumber(v) : proper(v.toFixed(decimals)));
+  const write = size.digits === 4 && fit(fourDigits) >= 9 ? fourDigits : fit(shortNumber) >= 8.5 ? shortNumber : coarse, fontSize = size.digits ? fit(write) : 0;
   const grid = make('div', 'grid', small ? {} : {role: 'table', 'aria-label': `${label}, ${shape.join(' × ')}`});
   if (size.h < 8 || (turned && size.w < 8)) grid.style.gap = 0;
   if (!small) figure.append(drawTop());
@@ -170,9 +77,8 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
     const rgb = colour(v, most, which);
     cell.style.backgroundColor = css(rgb);
     cell.style.color = ink(rgb);
-    cell.textContent = size.digits === 4 ? fourDigits(v) : shortNumber(v);
-    const largest = size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12; // smaller if the text would not fit
-    cell.style.fontSize = Math.min(largest, (size.w - 2) / (0.6 * cell.textContent.length)) + 'px';
+    cell.textContent = write(v);
+    cell.style.fontSize = fontSize + 'px';
     cell.title = exact(v, array);
     return cell;
   }
@@ -516,18 +422,9 @@ function point(vector, event) {
 
 // ---------------------------------------------------------------------------------------------------------- controls
 
-function choices(id, legend, options, chosen, choose) {
-  get(id).replaceChildren(make('legend', '', {}, legend), ...options.map((text, i) => {
-    const input = make('input', '', {type: 'radio', name: id, value: i});
-    input.checked = i === chosen;
-    input.addEventListener('change', () => choose(i));
-    return make('label', '', {}, input, make('span', '', {}, text));
-  }));
-}
-
 function drawControls() {
   document.documentElement.lang = state.lang === 'zh' ? 'zh-CN' : 'en';
-  document.title = say(facts.layer === undefined ? 'title' : 'title_layer', facts);
+  document.title = say(facts.layer === undefined ? 'title' : 'title_layer', {...facts, layer: facts.layer + 1});
   get('title').textContent = document.title;
   get('facts').textContent = say('facts', {...facts, tokens: count}) + (cropped() ? ' ' + say('cropped') : '');
   get('language').textContent = say('other_language');
@@ -556,6 +453,7 @@ function drawDecode() {
 function set(changes) {
   const held = get('equations').contains(document.activeElement) ? pointed?.row : undefined;
   Object.assign(state, changes);
+  document.documentElement.dataset.state = JSON.stringify(state);
   pointed = null;
   const whole = Object.keys(changes).some(key => key !== 'step');
   if ('lang' in changes) drawControls();
@@ -583,6 +481,17 @@ get('map').addEventListener('click', event => {
   set(head === state.head ? {step} : {step, head});
   get('heads').querySelectorAll('input')[head].checked = true;
 });
+/** Go to the number before or after in the row that has the focus. */
+function moveCell(vector, by) {
+  const figure = vector.closest('figure'), m = matrices[figure.dataset.name];
+  const last = Number(vector.dataset.column ?? (by > 0 ? -1 : m.columns));
+  const column = Math.max(0, Math.min(m.columns - 1, last + by));
+  if (!present(m, column)) return;
+  vector.dataset.column = column;
+  drawStatus({figure, column});
+  vector.querySelector(`.cell[data-column="${column}"]`)?.classList.add('factor');
+}
+
 const vectorOf = event => event.target.closest?.('.vector');
 let place = ''; // of the mouse: if the page changes under a resting mouse, the keyboard keeps its row
 document.addEventListener('mousemove', event => {
@@ -595,9 +504,9 @@ document.documentElement.addEventListener('mouseleave', () => point(null));
 document.addEventListener('focusout', () => point(null));
 document.addEventListener('keydown', event => {
   if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === 'INPUT') return;
-  if (event.key === 'ArrowRight') move(1);
-  if (event.key === 'ArrowLeft') move(-1);
-  const vector = event.target.closest?.('.vector');
+  const vector = event.target.closest?.('.vector'), by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+  if (by && event.shiftKey && vector) moveCell(vector, by);
+  else if (by) move(by);
   if (vector && (event.key === 'ArrowDown' || event.key === 'ArrowUp')) {
     const next = vector[event.key === 'ArrowDown' ? 'nextElementSibling' : 'previousElementSibling'];
     if (next?.classList.contains('vector')) next.focus();
