@@ -147,7 +147,7 @@ def processes() -> Figures:
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(2) as pool:
             assert pool.map(train_losses, [1, 1]) == [expected] * 2
-    return {"methods": ["fork", "spawn"]}
+    return {"methods": "fork, spawn"}
 
 
 SCRIPT = """

@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -26,29 +25,30 @@ BEGIN, END = "<!-- long run: begin -->\n", "<!-- long run: end -->"
 Counts = dict[str, Any]
 
 
-def describe_programs(counts: Counts) -> str:
-    kinds = ", ".join(f"{n:,} of {kind}" for kind, n in counts["programs"].items())
+def describe_programs(counts: Counts) -> list[str]:
+    kinds = ", ".join(f"{kind} {n:,}" for kind, n in counts["programs"].items())
     total = sum(counts["programs"].values())
-    return f"{total:,} random programs compared with torch ({kinds}): {len(counts['disagreements'])} disagreements"
+    return [f"{total:,} random programs ({kinds}): {len(counts['disagreements'])} disagreements with torch"]
 
 
-def describe_mutants(counts: Counts) -> str:
+def describe_mutants(counts: Counts) -> list[str]:
     left, same = len(counts["survivors"]), len(counts["equivalent"])
     noticed = counts["mutants"] - left - same
-    return f"{counts['mutants']} mutants: {noticed} noticed by a test, {same} without effect, {left} not noticed"
+    return [
+        f"{counts['mutants']} faults put in: {noticed} noticed by a test, {same} without effect, {left} not noticed"
+    ]
 
 
-def describe_load(counts: Counts) -> str:
+def describe_load(counts: Counts) -> list[str]:
     lines = []
     for entry in counts.values():
-        figures = {key: value for key, value in entry.items() if key not in ("what", "seconds")}
-        what = entry["what"].splitlines()[0].rstrip(".")
-        lines.append(f"{what} ({', '.join(f'{key}: {value}' for key, value in figures.items())})")
-    return "; ".join(lines)
+        figures = [f"{key}: {value}" for key, value in entry.items() if key not in ("what", "seconds")]
+        lines.append(f"{entry['what'].splitlines()[0]} {', '.join(figures)}")
+    return lines
 
 
-# Each part: the command, to which --json FILE is added, and what its counts say.
-PARTS: dict[str, tuple[list[str], Callable[[Counts], str]]] = {
+# Each part: the command, to which --json FILE is added, and the rows that its counts make.
+PARTS: dict[str, tuple[list[str], Callable[[Counts], list[str]]]] = {
     "programs": (["tests/differential.py", "--programs", "10000"], describe_programs),
     "mutants": (["benchmarks/mutants.py", "--count", "200"], describe_mutants),
     "load": (["benchmarks/load.py"], describe_load),
@@ -64,7 +64,12 @@ def run(command: list[str]) -> Counts:
 
 
 def write_page(kept: dict[str, Counts]) -> None:
-    rows = [f"| {name} | {kept[name]['date']} | {kept[name]['text']} |" for name in PARTS if name in kept]
+    rows = [
+        f"| {name} | {kept[name]['date']} | {line} |"
+        for name, (_, describe) in PARTS.items()
+        if name in kept
+        for line in describe(kept[name]["counts"])
+    ]
     table = "\n".join(["| part | date | result |", "|---|---|---|", *rows, ""])
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))
@@ -76,10 +81,8 @@ def main() -> None:
     args = parser.parse_args()
     kept: dict[str, Counts] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for name in args.only:
-        command, describe = PARTS[name]
-        counts = run(command)
-        today = datetime.date.today().isoformat()
-        kept[name] = {"date": today, "python": platform.python_version(), "text": describe(counts), "counts": counts}
+        command, _ = PARTS[name]
+        kept[name] = {"date": datetime.date.today().isoformat(), "counts": run(command)}
         KEPT.write_text(json.dumps(kept, indent=2) + "\n")
     write_page(kept)
 
