@@ -791,7 +791,7 @@ def test_a_shared_value_is_visited_once():
     y = tg.Tensor([1.0], requires_grad=True)
     for _ in range(60):
         y = y + y
-    graph = tg.graph(y)
+    graph = tg.graph(y, depth=None)
     assert len(graph.picture.nodes) == 61
     assert len(graph.picture.edges) == 120
 
@@ -802,7 +802,7 @@ def test_a_shared_value_is_visited_once():
 
 def test_modules_are_frames_with_the_names_of_their_attributes():
     model = gpt(n_layer=2)
-    graph = tg.graph(model(IDS))
+    graph = tg.graph(model(IDS), depth=None, expand=["h.0", "h.1"])
     assert [c.title for c in graph.picture.clusters] == ["GPT", "h.0", "attn", "mlp", "h.1", "attn", "mlp"]
     assert frame_of(graph, "output") == ["GPT"]
     assert {"W_QKV", "b_QKV", "c_fc.bias", "ln_1.weight", "wte.weight"} < set(titles(graph))
@@ -829,9 +829,9 @@ def test_collapse_and_expand_take_paths_patterns_classes_and_predicates():
     logits = gpt(n_layer=2)(IDS)
     assert "h.1" in titles(tg.graph(logits, collapse="h.1"))
     assert "h.0" not in titles(tg.graph(logits, collapse="h.1"))
-    assert titles(tg.graph(logits, collapse="h.*.mlp")).count("mlp") == 2
-    assert titles(tg.graph(logits, collapse="CausalSelfAttention")).count("attn") == 2
-    assert titles(tg.graph(logits, collapse=lambda path: path.endswith("ln_2"))).count("ln_2") == 2
+    assert titles(tg.graph(logits, collapse="h.*.mlp", expand=["h.0", "h.1"])).count("mlp") == 2
+    assert titles(tg.graph(logits, collapse="CausalSelfAttention", expand="h.0")).count("attn") == 2
+    assert "ln_2.weight" not in titles(tg.graph(logits, collapse=lambda path: path.endswith("ln_2")))
     opened = tg.graph(logits, depth=1, expand="h.1.attn")
     assert "h.0" in titles(opened)
     assert frame_of(opened, "c_attn") == ["attn", "h.1", "GPT"]
@@ -978,7 +978,7 @@ def test_a_long_chain_is_refused_before_it_is_built():
     for _ in range(20_000):
         y = y * x
     with pytest.raises(GraphTooLargeError, match="no module can be closed"):
-        tg.graph(y)
+        tg.graph(y, depth=None)
 
 
 def test_a_long_run_inside_of_a_module_is_refused_with_a_depth():
@@ -992,8 +992,126 @@ def test_a_long_run_inside_of_a_module_is_refused_with_a_depth():
     module = Long()
     y = module(tg.Tensor([1.0], requires_grad=True))
     with pytest.raises(GraphTooLargeError, match="depth=0 fits"):
-        tg.graph(y)
+        tg.graph(y, depth=None)
     assert len(tg.graph(y, depth=0).picture.nodes) == 2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Without options
+
+
+def test_a_scalar_is_one_line_with_signs_and_four_digits():
+    a = tg.Tensor(2.0, requires_grad=True, name="a")
+    b = tg.Tensor(-69.415, requires_grad=True, name="b")
+    L = (a * b).named("L")
+    L.backward()
+    graph = tg.graph(L)
+    shown = {node.title: (node.value, node.gradient) for node in graph.picture.nodes}
+    assert shown == {"a": ("2.000", "grad −69.42"), "b": ("−69.42", "grad 2.000"), "L": ("−138.8", "grad 1.000")}
+    assert graph.picture.nodes[0].shape == "scalar"
+    assert "−max" not in graph.dot  # no legend: there is no colour
+
+
+def test_the_loss_is_shown_in_pictures_of_any_size():
+    model = gpt(n_layer=2)
+    loss = model.loss(IDS[:, :-1], IDS[:, 1:]).named("loss")
+    for depth in ("auto", 0, 1, None):
+        assert boxes_of(tg.graph(loss, depth=depth), "loss")[0].value == f"{loss.item():#.4g}"
+    assert boxes_of(tg.graph(loss, values=False), "loss")[0].value is None
+
+
+def boxes_of(graph, title):
+    return [node for node in graph.picture.nodes if node.title == title]
+
+
+def test_small_gradients_are_numbers_and_values_true_writes_wider_ones():
+    shown = boxes(tg.graph(swept(two_heads())))
+    assert shown["scores_1"].gradient.numbers
+    assert not shown["Q_1"].gradient.numbers
+    shown = boxes(tg.graph(swept(two_heads()), values=True))
+    assert shown["Q_1"].value.numbers
+    assert shown["Q_1"].gradient.numbers
+    assert not shown["Concat"].value.numbers  # 22 columns
+
+
+def test_a_negative_cell_without_a_number_has_a_sign():
+    x = tg.Tensor(np.linspace(-1, 1, 14).reshape(2, 7), requires_grad=True, name="x")
+    assert heat.heat_table(boxes(tg.graph(x * 2))["x"].value).count("−") == 7
+
+
+@pytest.mark.parametrize("palette", ["value", "attention", "gradient"])
+def test_text_on_a_colour_has_a_contrast_of_4_5(palette):
+    for colour, ink in heat.COLOURS[palette].values():
+        assert heat.contrast(colour, ink) >= 4.5
+    for look in dot.LOOKS.values():
+        assert heat.contrast(look.border, look.fill) >= 4.5
+        assert heat.contrast(dot.GREY, look.fill) >= 4.5
+        assert heat.contrast(dot.GRADIENT_INK, look.fill) >= 4.5
+
+
+def test_a_default_picture_has_about_40_boxes():
+    for model in (gpt(n_layer=2), gpt(n_layer=12)):
+        assert len(tg.graph(model.loss(IDS[:, :-1], IDS[:, 1:])).picture.nodes) <= 40
+    translator = nn.Transformer(11, 13, d_model=6, n_head=2, n_layer=2, d_ff=7, max_len=9, seed=0)
+    assert len(tg.graph(translator.loss(IDS, IDS)).picture.nodes) <= 40
+    assert len(tg.graph(two_heads()).picture.nodes) == 22  # small ones are drawn completely
+
+
+def test_steps_of_a_chain_outside_of_modules_fold():
+    rng = np.random.default_rng(0)
+    h = tg.Tensor(rng.normal(size=(3, 5)), name="x")
+    for i in range(43):
+        h = (h @ tg.Tensor(rng.normal(size=(5, 5)), requires_grad=True, name=f"W_{i}") + 1).tanh()
+    graph = tg.graph(h)
+    assert [cluster.title for cluster in graph.picture.clusters] == ["step 1…43  ×43"]
+    assert len(graph.picture.nodes) <= 4
+    assert len(tg.graph(h, depth=None).picture.nodes) == 1 + 2 * 43
+
+
+def test_two_equal_modules_fold_but_not_the_projections_of_attention():
+    class Attention(nn.Module):
+        def __init__(self):
+            self.q, self.k, self.v = (nn.Linear(6, 6, rng=i) for i in range(3))
+
+        def forward(self, x):
+            return ops.softmax(self.q(x) @ self.k(x).T) @ self.v(x)
+
+    shown = titles(tg.graph(Attention()(np.ones((3, 6))), depth=1))
+    assert {"q", "k", "v"} <= set(shown)
+    model = gpt(n_layer=2)
+    assert "h.0…1  ×2" in titles(tg.graph(model(IDS), depth=1))
+
+
+def test_a_closed_module_shows_the_range_and_the_gradient_of_its_result():
+    model = gpt(n_layer=2)
+    model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
+    loss = model.loss(IDS[:, :-1], IDS[:, 1:])
+    loss.backward()
+    (block,) = boxes_of(tg.graph(loss, depth=1), "h.0…1  ×2")
+    assert re.fullmatch(r"−\d[\d.]* … \d[\d.]*", block.value)
+    assert block.gradient.startswith("gradient ±0.")
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"fold": False}, {"direction": "LR"}, {"direction": "LR", "fold": False}])
+def test_heads_and_their_matrices_keep_their_order(heads, options):
+    mha = nn.MultiHeadAttention(d_model=5, n_head=heads, d_k=3, d_v=2, rng=0)
+    x = tg.Tensor(np.ones((3, 5)), name="X")
+    graph = tg.graph(mha.per_head(x), depth=None, expand=[f"head {i + 1}" for i in range(heads)], **options)
+    groups = ElementTree.fromstring(graph.svg()).iter("{http://www.w3.org/2000/svg}g")
+    place = {}
+    for group in groups:
+        words = list(group.iter("{http://www.w3.org/2000/svg}text"))
+        if group.get("class") == "node":
+            place[words[0].text] = float(words[0].get("y" if "direction" in options else "x"))
+    expected = [f"{name}_{i + 1}" for i in range(heads) for name in "QKV"]
+    assert sorted(expected, key=place.__getitem__) == expected
+
+
+def test_names_of_a_notebook_cell_replace_those_with_an_underscore():
+    x = tg.Tensor([1.0], requires_grad=True)
+    y = x * 2
+    assert titles(tg.graph(y, names={"x": x, "result": y, "_3": y, "_": y})) == ["x", "result"]
 
 
 # --------------------------------------------------------------------------------------------------------------------

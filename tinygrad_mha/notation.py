@@ -92,9 +92,9 @@ FormulaWriter = Callable[[Call], Formula]
 # Constants
 
 
-def write_number(x: float) -> str:
-    """At most four significant digits, with a real minus sign: 0.0042, −1.234e−5."""
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.4g}").replace("-", "−").replace("inf", "∞")
+def write_number(x: float, digits: int = 4) -> str:
+    """At most four significant digits, or `digits`, with a real minus sign: 0.0042, −1.234e−5."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.{digits}g}").replace("-", "−").replace("inf", "∞")
 
 
 def write_shape(lengths: tuple[int, ...]) -> str:

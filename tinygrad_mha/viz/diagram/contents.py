@@ -11,7 +11,7 @@ from tinygrad_mha.notation import write_number, write_shape
 from tinygrad_mha.viz.diagram.fold import Layout, fits_a_table
 from tinygrad_mha.viz.diagram.formulas import wrap_formula, write_formula
 from tinygrad_mha.viz.diagram.frames import Frame
-from tinygrad_mha.viz.diagram.heat import largest_magnitude
+from tinygrad_mha.viz.diagram.heat import MOST_COLUMNS, largest_magnitude
 from tinygrad_mha.viz.diagram.labels import frame_title, is_plus, value_heading
 from tinygrad_mha.viz.diagram.picture import Cluster, Edge, Kind, Node, Picture, Table
 from tinygrad_mha.viz.diagram.record import Value
@@ -19,6 +19,8 @@ from tinygrad_mha.viz.diagram.roles import is_attention_weights
 
 __all__ = ["compose_picture"]
 
+MOST_NUMBERED_BY_DEFAULT = 5  # rows and columns
+MOST_NUMBERED_ROWS = 32
 MAX_SEARCHED = 5000  # values between the two operands of an addition
 
 
@@ -58,7 +60,7 @@ def value_node(layout: Layout, titles: dict[Value, str], value: Value, id: str) 
         title,
         write_shape(value.array.shape),
         lines=write_lines(layout, titles, value, title),
-        value=Table(as_panels(value.array), palette(layout, value)) if value in layout.tables else None,
+        value=show_value(layout, value),
         gradient=show_gradient(layout, value),
         warning=count_not_finite(value),
         tooltip=tooltip,
@@ -100,8 +102,13 @@ def frame_node(layout: Layout, frame: Frame, id: str) -> Node:
     node.parameters = parameters_line(layout, frame)
     node.cluster = layout.cluster_around(frame.parent)
     node.warning = next(filter(None, map(count_not_finite, results)), "")
-    if layout.options.values and len(results) == 1 and fits_a_table(results[0].array):
-        node.value = Table(as_panels(results[0].array), palette(layout, results[0]))
+    if len(results) == 1:
+        (result,) = results
+        if layout.options.values and fits_a_table(result.array):
+            node.value = make_table(layout, result.array, palette(layout, result))
+        elif layout.options.values is not False:
+            node.value = write_range(result.array)
+        node.gradient = show_gradient(layout, result)
     node.tooltip = f"{frame.path or frame.class_name}: {len(layout.modules.contents(frame))} tensors"
     return node
 
@@ -130,20 +137,42 @@ def parameters_line(layout: Layout, frame: Frame) -> str:
     return f"{line} each" if frame in layout.repeats and line.endswith(("parameter", "parameters")) else line
 
 
+def make_table(layout: Layout, array: np.ndarray, palette: Any, second: bool = False) -> Table:
+    """The table of an array: with its numbers up to 5 x 5, with `values=True` as far as they are legible."""
+    data = as_panels(array)
+    rows, columns = data.shape[-2:]
+    if layout.options.values:
+        numbers = columns <= MOST_COLUMNS and rows <= MOST_NUMBERED_ROWS
+    else:
+        numbers = max(rows, columns) <= MOST_NUMBERED_BY_DEFAULT
+    return Table(data, palette, second, numbers)
+
+
+def show_value(layout: Layout, value: Value) -> Table | str | None:
+    """The table of a value; the number of a scalar, which is shown in large pictures too."""
+    if value.array.ndim == 0:
+        return None if layout.options.values is False else write_scalar(value.array)
+    return make_table(layout, value.array, palette(layout, value)) if value in layout.tables else None
+
+
 def show_gradient(layout: Layout, value: Value) -> Table | str | None:
-    """A table, or the reason why there is none: not computed yet, not required."""
+    """A table; the number of a scalar; the reason why there is none: not computed yet, not required."""
     wanted = layout.options.grads
     if wanted is False or value.backward or value.array.dtype.kind != "f":
         return None
-    if wanted is None and (value not in layout.tables or layout.run.has_backward):
+    is_scalar = value.array.ndim == 0
+    if wanted is None and layout.run.has_backward:
         return None
     if value.gradient is not None:
-        if fits_a_table(value.array):
-            return Table(as_panels(value.gradient), "gradient", second=value in layout.tables)
-        return f"gradient ±{write_number(largest_magnitude(value.gradient))}"
-    if not layout.run.records_gradients:
+        if is_scalar:
+            return f"grad {write_scalar(value.gradient)}"
+        if value in layout.tables or (wanted and fits_a_table(value.array)):
+            return make_table(layout, value.gradient, "gradient", second=value in layout.tables)
+        return f"gradient ±{write_number(largest_magnitude(value.gradient), 2)}"
+    if not layout.run.records_gradients or (wanted is None and value not in layout.tables):
         return None
-    return "gradient: not computed" if value.requires_grad else "gradient: not required"
+    word = "grad" if is_scalar else "gradient:"
+    return f"{word} not computed" if value.requires_grad else f"{word} not required"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -242,6 +271,22 @@ def insert_operations(layout: Layout, picture: Picture) -> None:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arrays
+
+
+def write_scalar(array: np.ndarray) -> str:
+    """A number of four digits: −2.000, 138.8; an integer with all of its digits."""
+    x = array.item()
+    if isinstance(x, (bool, int)) or not np.isfinite(x):
+        return write_number(x) if isinstance(x, float) else str(x).replace("-", "−")
+    if x == 0 or 1e-4 <= abs(x) < 9999.5:
+        return f"{x:#.4g}".rstrip(".").replace("-", "−") if x else "0"
+    return write_number(x)
+
+
+def write_range(array: np.ndarray) -> str:
+    """The least and the largest finite number, for a box without a table."""
+    finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array[:0]
+    return f"{write_number(finite.min(), 2)} … {write_number(finite.max(), 2)}" if finite.size else ""
 
 
 def palette(layout: Layout, value: Value) -> Any:

@@ -28,28 +28,30 @@ __all__ = ["escape", "fit", "quote", "to_dot"]
 class Look(NamedTuple):
     """The colours of the border and of the background of a kind of box."""
 
-    frame: str
+    border: str
     fill: str
 
 
 FONT = "Arial"
 LONGEST_TITLE = 36
-GREY, WARNING, GRADIENT_INK = "#57606a", "#cf222e", "#7a3e7a"
+LONGEST_LINE, LONGEST_TOOLTIP = 60, 400
+GREY, WARNING, GRADIENT_INK = "#57606a", "#b3141f", "#7a3e7a"
 LOOKS = {
     "input": Look("#0b6bcb", "#e8f2fd"),
-    "parameter": Look("#b7791f", "#fff6e0"),
+    "parameter": Look("#8a5a10", "#fff6e0"),
     "attention": Look("#54278f", "#f5f0fb"),
     "output": Look("#1a7f37", "#e6f6ea"),
     "gradient": Look("#92308f", "#fcf3fc"),
     "op": Look("#57606a", "#ffffff"),
 }
+OVAL = Look("#6e7781", "#eef0f2")
 EDGE_COLOURS = {
-    "data": "#8c959f",
+    "data": "#6e7781",
     "input": "#0b6bcb",
     "parameter": "#d4a72c",
     "residual": "#0b6bcb",
     "gradient": "#92308f",
-    "recall": "#b6bdc5",
+    "recall": "#8c959f",
 }
 WEIGHTS = {"data": 3, "parameter": 2}  # Graphviz edge weights: data edges stay straightest
 CHANGES = {"same": ("", GREY), "left": ("− ", "#cf222e"), "right": ("+ ", "#1a7f37")}
@@ -57,17 +59,20 @@ CHANGES = {"same": ("", GREY), "left": ("− ", "#cf222e"), "right": ("+ ", "#1a
 
 def to_dot(picture: Picture, direction: str = "TB") -> str:
     """The whole picture as DOT text."""
-    lines = [*write_header(picture, direction), *write_boxes(picture), *write_rows(picture)]
+    lines = [*write_header(picture, direction), *write_boxes(picture, direction), *write_rows(picture, direction)]
     lines += write_arrows(picture, direction)
     return "\n".join(["digraph {", *("\t" + line for line in lines), "}", ""])
 
 
-def write_boxes(picture: Picture) -> list[str]:
-    """The boxes in their frames. Iterative, so frames can be nested to any depth."""
+def write_boxes(picture: Picture, direction: str) -> list[str]:
+    """The boxes in their frames. Iterative, so frames can be nested to any depth.
+
+    From left to right, Graphviz stacks frames from the bottom up, so they are written in the opposite order.
+    """
     inside: dict[str | None, list[str | Cluster]] = defaultdict(list)
     for node in picture.nodes:
         inside[node.cluster].append(write_node(node))
-    for cluster in picture.clusters:
+    for cluster in picture.clusters if direction == "TB" else picture.clusters[::-1]:
         inside[cluster.parent].append(cluster)
     lines: list[str] = []
     todo: list[tuple[int, str | Cluster]] = [(0, item) for item in reversed(inside[None])]
@@ -90,7 +95,7 @@ def write_header(picture: Picture, direction: str) -> list[str]:
         f'graph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
         f"rankdir={direction} ranksep=0.5 splines=spline]",
         f'node [fontname="{FONT}" shape=plain]',
-        f'edge [arrowsize=0.6 color="#8c959f" fontname="{FONT}" fontsize=10 penwidth=1.2]',
+        f'edge [arrowsize=0.6 color="{EDGE_COLOURS["data"]}" fontname="{FONT}" fontsize=10 penwidth=1.2]',
     ]
 
 
@@ -101,12 +106,12 @@ def write_header(picture: Picture, direction: str) -> list[str]:
 def write_node(node: Node) -> str:
     """The DOT statement of a box."""
     if node.kind == "plus":
-        frame = CHANGES[node.change][1]
-        label = table([row(font("+", 14, heat.INK), 'WIDTH="20" ALIGN="CENTER"')], frame, "#ffffff", padding=0)
+        border = CHANGES[node.change][1]
+        label = table([row(font("+", 14, heat.INK), 'WIDTH="20" ALIGN="CENTER"')], border, heat.PAPER, padding=0)
     elif node.kind == "operation":
         return (
-            f'{node.id} [shape=oval style=filled fillcolor="#eef0f2" color="#8c959f" fontsize=11 margin="0.08,0.02" '
-            f"label=<{escape(node.title)}> tooltip={quote(node.tooltip)}]"
+            f"{node.id} [shape=oval style=filled fillcolor={quote(OVAL.fill)} color={quote(OVAL.border)} fontsize=11 "
+            f'margin="0.08,0.02" label=<{escape(node.title)}> tooltip={quote(node.tooltip)}]'
         )
     else:
         label = write_table(node)
@@ -118,11 +123,11 @@ def write_table(node: Node) -> str:
     sign, change = CHANGES[node.change]
     look = LOOKS[node.kind] if node.change == "same" else Look(change, LOOKS[node.kind].fill)
     title = font(sign + shorten(node.title, LONGEST_TITLE), 14, heat.INK, bold=True)
-    corner = font(node.shape, 12, look.frame if node.kind != "op" else GREY, bold=True)
+    corner = font(node.shape, 12, look.border if node.kind != "op" else GREY, bold=True)
     rows = [ends(title, corner)]
-    *lines, last = [line for line in node.lines if line] or [""]
+    *lines, last = [shorten(line, LONGEST_LINE) for line in node.lines if line] or [""]
     rows += [wide(font(line, 10, GREY)) for line in lines]
-    remark = font(node.parameters, 10, LOOKS["parameter"].frame) or font(describe_scale(node), 9, GREY)
+    remark = font(node.parameters, 10, LOOKS["parameter"].border) or font(describe_scale(node), 9, GREY)
     if remark:
         rows.append(ends(font(last, 10, GREY), remark))
     elif last:
@@ -131,7 +136,7 @@ def write_table(node: Node) -> str:
         rows.append(wide(font(f"! {node.warning}", 10, WARNING, bold=True)))
     rows += number_rows(node)
     inner = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>'
-    return table([row(inner, "")], look.frame, look.fill, padding=3)
+    return table([row(inner, "")], look.border, look.fill, padding=3)
 
 
 def is_tall(node: Node) -> bool:
@@ -144,7 +149,7 @@ def describe_scale(node: Node) -> str:
     value = node.value
     if not isinstance(value, Table):
         return ""
-    if heat.shows_numbers(value):
+    if value.numbers:
         return heat.write_factor(heat.common_factor(value.data))
     return "" if value.palette == "attention" or is_tall(node) else colour_range(value)
 
@@ -158,31 +163,41 @@ def number_rows(node: Node) -> list[str]:
         under = "".join(f'<TD ALIGN="LEFT">{text}</TD>' for text in ranges)
         look = 'ALIGN="LEFT" BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2"'
         return [wide(f"<TABLE {look}><TR>{side}</TR><TR>{under}</TR></TABLE>")]
-    rows = []
-    if isinstance(value, Table):
-        rows.append(wide(heat.heat_table(value)))
-    if isinstance(gradient, Table):
-        rows += [wide(font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)), wide(heat.heat_table(gradient, value))]
-    elif gradient:
+    if isinstance(value, str):
+        size = 12 if node.shape == "scalar" else 10
+        left = font(value, size, heat.INK)
+        if isinstance(gradient, str) and left:
+            return [ends(left, font(gradient, size, GRADIENT_INK))]
+        rows = [wide(left)] if left else []
+    else:
+        rows = []
+    upper, lower = (t if isinstance(t, Table) else None for t in (value, gradient))
+    if upper:
+        rows.append(wide(heat.heat_table(upper, lower)))
+    if lower:
+        rows += [wide(font(f"gradient {extent(lower)}".strip(), 9, GRADIENT_INK)), wide(heat.heat_table(lower, upper))]
+    elif isinstance(gradient, str):
         rows.append(wide(font(gradient, 9, GRADIENT_INK)))
     return rows
 
 
 def extent(t: Table) -> str:
-    """The range of the colours of a table, and how many of its elements are not finite."""
+    """What the colours or the numbers of a table mean, and how many of its elements are not finite."""
     n = int(t.data.size - np.isfinite(t.data).sum())
     if n == t.data.size:
         return "not finite"
-    return f"{colour_range(t)}, {n} not finite" if n else colour_range(t)
+    scale = heat.write_factor(heat.common_factor(t.data)) if t.numbers else colour_range(t)
+    return ", ".join(filter(None, (scale, f"{n} not finite" if n else "")))
 
 
 def colour_range(t: Table) -> str:
-    return "0…1" if t.palette == "attention" else f"±{write_number(float(f'{heat.largest_magnitude(t.data):.2g}'))}"
+    most = heat.largest_magnitude(t.data)
+    return "0…1" if t.palette == "attention" else f"±{write_number(most, 2)}"
 
 
-def table(rows: Iterable[str], frame: str, fill: str, padding: int) -> str:
+def table(rows: Iterable[str], border: str, fill: str, padding: int) -> str:
     """A table with a border and a background."""
-    look = f'BORDER="1" STYLE="ROUNDED" COLOR="{frame}" BGCOLOR="{fill}" CELLBORDER="0"'
+    look = f'BORDER="1" STYLE="ROUNDED" COLOR="{border}" BGCOLOR="{fill}" CELLBORDER="0"'
     return f'<TABLE {look} CELLSPACING="0" CELLPADDING="{padding}">{"".join(rows)}</TABLE>'
 
 
@@ -229,8 +244,8 @@ UNFIT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U00
 
 
 def quote(text: str) -> str:
-    """Any text as a quoted string of DOT, in which a backslash and & begin an escape."""
-    text = fit(text).replace("\\", "\\\\").replace("&", "&amp;").replace('"', '\\"')
+    """Any text as a quoted string of DOT, in which a backslash and & begin an escape. Long texts lose their middle."""
+    text = fit(shorten(text, LONGEST_TOOLTIP)).replace("\\", "\\\\").replace("&", "&amp;").replace('"', '\\"')
     return '"' + re.sub(r"\r\n|\r|\n", r"\\n", text) + '"'
 
 
@@ -239,8 +254,8 @@ def quote(text: str) -> str:
 
 
 def cluster_attributes(cluster: Cluster) -> str:
-    rows = [row(font(cluster.title or " ", 13, GREY), 'ALIGN="LEFT"')]
-    rows += [row(font(line, 10, GREY), 'ALIGN="LEFT"') for line in cluster.lines]
+    rows = [row(font(shorten(cluster.title, LONGEST_LINE) or " ", 13, GREY), 'ALIGN="LEFT"')]
+    rows += [row(font(shorten(line, LONGEST_LINE), 10, GREY), 'ALIGN="LEFT"') for line in cluster.lines]
     label = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="1">{"".join(rows)}</TABLE>'
     return (
         f'graph [color="#c9d1d9" fillcolor="#f6f8fa" label=<{label}> labeljust=l labelloc=t margin=12 '
@@ -265,16 +280,19 @@ def write_arrows(picture: Picture, direction: str) -> list[str]:
         if edge.kind == "gradient":
             # Gradient edges point up; emit them reversed, so that ranks follow the forward pass.
             ends, attributes = ends[::-1], [*attributes, "dir=back"]
+        if nodes[edge.source].kind == nodes[edge.target].kind == "parameter":
+            attributes.append("constraint=false")  # see write_rows
         lines.append(f"{' -> '.join(ends)} [{' '.join([*attributes, f'tooltip={tooltip}'])}]")
     return lines
 
 
 def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
     colour = EDGE_COLOURS[edge.kind] if edge.change == "same" else CHANGES[edge.change][1]
+    ink = LOOKS["parameter"].border if edge.kind == "parameter" else GREY if edge.kind == "data" else colour
     weight = WEIGHTS.get(edge.kind, 1) + 2 * (edge.kind == "data" and only_way_out)
     attributes = [f'color="{colour}"', f"weight={weight}"]
     if edge.label:
-        label = font(f" {edge.label} ", 10, GREY if edge.kind == "data" else colour)
+        label = font(f" {edge.label} ", 10, ink if edge.change == "same" else colour)
         # A label in the middle needs room and bends the curve, so "residual" stands at the end.
         at_the_end = "labeldistance=3 labelangle=-40 head" if edge.label == "residual" else ""
         attributes.append(f"{at_the_end}label=<{label}>")
@@ -287,11 +305,11 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
     return attributes
 
 
-def write_rows(picture: Picture) -> list[str]:
+def write_rows(picture: Picture, direction: str) -> list[str]:
     """Rows of boxes in a fixed order: Q, K, V of each head, and in the same order the parameters above them.
 
     A row holds the boxes that are made from one input and one parameter each. Without rank=same, versions of Graphviz
-    differ.
+    differ. From left to right, Graphviz stacks a row from the bottom up.
     """
     nodes = {node.id: node for node in picture.nodes}
     sources: dict[str, list[str]] = defaultdict(list)
@@ -305,7 +323,18 @@ def write_rows(picture: Picture) -> list[str]:
         if len(made_of) == 2 and len(parameters) == 1 and nodes[parameters[0]].cluster == node.cluster:
             x = next(id for id in made_of if id != parameters[0])
             rows[x].append((node.id, parameters[0]))
-    chains = [ids for pairs in rows.values() if len(pairs) > 1 for ids in zip(*pairs, strict=True)]
+    chains, lines = [], []
+    for x, pairs in rows.items():
+        if len(pairs) < 2:
+            continue
+        made, parameters_of_row = zip(*pairs, strict=True)
+        chains += [made, parameters_of_row]
+        # Parameters that are slices: those that they are slices of stand above, in the same order. The arrows between
+        # them, which cross, would reverse the heads, so they do not take part in the layout.
+        wholes = tuple(dict.fromkeys(source for id in parameters_of_row for source in sources[id]))
+        if wholes:
+            chains.append(wholes)
+            lines.append(f"{wholes[0]} -> {x} [style=invis]")
     uses = Counter(edge.source for edge in picture.edges)
     for node in picture.nodes:
         own = [id for id in sources[node.id] if nodes[id].kind == "parameter" and uses[id] == 1]
@@ -313,7 +342,8 @@ def write_rows(picture: Picture) -> list[str]:
             chains.append(tuple(own))  # weight, then bias
     gradient = dict(picture.pairs)
     chains += [tuple(gradient[id] for id in ids) for ids in chains if all(id in gradient for id in ids)]
-    lines = ["{ rank=same " + " -> ".join(ids) + " [style=invis] }" for ids in chains]
+    order = 1 if direction == "TB" else -1
+    lines += ["{ rank=same " + " -> ".join(ids[::order]) + " [style=invis] }" for ids in chains]
     lines += [f"{{ rank=same {a} {b} }}" for a, b in picture.pairs]
     return lines
 
@@ -321,7 +351,7 @@ def write_rows(picture: Picture) -> list[str]:
 def write_legend(picture: Picture) -> str:
     """The palettes in use, and the caption."""
     tables = [t for node in picture.nodes for t in (node.value, node.gradient) if isinstance(t, Table)]
-    used = {t.palette for t in tables}
+    used = {t.palette for t in tables if t.data.size > 1}
     ends = {
         "value": ("value  −max", "+max"),
         "attention": ("attention  0", "1"),
@@ -333,7 +363,7 @@ def write_legend(picture: Picture) -> str:
             left, right = font(f"   {low} ", 10, GREY), font(f" {high}   ", 10, GREY)
             cells.append(f"<TD>{left}</TD>{heat.legend_bar(palette)}<TD>{right}</TD>")
     rows = [f'<TR><TD HEIGHT="12"></TD></TR><TR>{"".join(cells)}</TR>'] if cells else []
-    span = f'COLSPAN="{11 * len(cells) or 1}"'
+    span = f'COLSPAN="{(heat.LEGEND_STEPS + 2) * len(cells) or 1}"'
     rows += [row(font(line, 11, GREY), span) for line in picture.caption]
     if not rows:
         return ""

@@ -34,6 +34,7 @@ class Options:
     """The options of `graph` that decide what is drawn."""
 
     depth: int | None = None
+    compact: bool = False  # draw two equal heads as one, and the repeated steps of a chain as one
     collapse: Sequence[Pattern] = ()
     expand: Sequence[Pattern] = ()
     fold: bool = True
@@ -109,7 +110,10 @@ def make_layout(run: Run, modules: Modules, options: Options) -> Layout:
     """Decide what gets a box."""
     closed = close_frames(modules, options, added_depth=int(run.has_backward))
     closed_in = {f: next((outer for outer in reversed(f.enclosing) if outer in closed), None) for f in modules.members}
-    modules, repeats, stands_for = fold_repetitions(modules, options.expand) if options.fold else (modules, {}, {})
+    repeats: dict[Frame, list[Frame]] = {}
+    stands_for: dict[Value, Value] = {}
+    if options.fold:
+        modules, repeats, stands_for = fold_repetitions(run, modules, options.expand, options.collapse, options.compact)
     readers: dict[Value, set[Value]] = defaultdict(set)
     for value in run.values:
         readers[find_drawn(value, stands_for)].update(find_drawn(user, stands_for) for user in run.users[value])
@@ -224,7 +228,7 @@ def number_boxes(layout: Layout) -> dict[Value | Frame, str]:
 
 
 def number_clusters(layout: Layout) -> dict[Frame, str]:
-    """The open frames that hold more than one computed box, with their ids."""
+    """The open frames that hold more than one computed box or are drawn for several, with their ids."""
     computed: Counter[Frame] = Counter()
     for box in layout.boxes:
         if isinstance(box, Frame):
@@ -232,7 +236,8 @@ def number_clusters(layout: Layout) -> dict[Frame, str]:
         elif box.op is not None:
             computed.update(layout.modules.frame_of[box].enclosing)
     frames = layout.modules.inside(layout.modules.root)[1:]
-    return {frame: f"cluster_{i}" for i, frame in enumerate(f for f in frames if computed[f] > 1)}
+    drawn = [f for f in frames if computed[f] > (f not in layout.repeats)]
+    return {frame: f"cluster_{i}" for i, frame in enumerate(drawn)}
 
 
 def choose_tables(layout: Layout) -> set[Value]:

@@ -16,8 +16,19 @@ import numpy as np
 
 from tinygrad_mha.viz.diagram.picture import Table
 
-__all__ = ["ABSENT", "COLOURS", "INK", "NOT_A_NUMBER", "PALETTES", "STEPS", "colour_of", "common_factor", "heat_table"]
-__all__ += ["largest_magnitude", "legend_bar", "shows_numbers", "write_factor", "write_value"]
+__all__ = [
+    "ABSENT",
+    "COLOURS",
+    "INK",
+    "MOST_COLUMNS",
+    "NOT_A_NUMBER",
+    "PALETTES",
+    "STEPS",
+    "colour_of",
+    "common_factor",
+    "heat_table",
+]
+__all__ += ["largest_magnitude", "legend_bar", "write_factor", "write_value"]
 
 ZERO = (238, 240, 242)
 PALETTES = {  # the colours of the lowest value, of 0, and of the highest
@@ -25,21 +36,25 @@ PALETTES = {  # the colours of the lowest value, of 0, and of the highest
     "attention": (ZERO, ZERO, (84, 39, 143)),
     "gradient": ((27, 120, 55), ZERO, (146, 48, 143)),
 }
-INK, PAPER, ABSENT = "#1b1f24", "#ffffff", "#8c959f"
+INK, PAPER, ABSENT = "#1b1f24", "#ffffff", "#6e7781"
+BLACK = "#000000"
 NOT_A_NUMBER = "#1b1f24"
 
+MOST_COLUMNS = 16  # of numbers beside each other
 CELL_SIDES = ((24, 11), (32, 9), (48, 7), (64, 5))  # (most rows or columns, points of a cell)
+LEGEND_STEPS = 9
 STEPS = 64  # shades on each side of 0: more than an eye tells apart
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def heat_table(table: Table, above: Table | None = None) -> str:
-    """The matrices of a tensor beside each other, four in a row, with cells as wide as those of the table above."""
-    size = cell_size(above or table)[0], cell_size(table)[1]
+def heat_table(table: Table, other: Table | None = None) -> str:
+    """The matrices of a tensor, up to four in a row. The cells of a value and its gradient `other` have one width."""
+    size = max(cell_size(t)[0] for t in (table, other or table)), cell_size(table)[1]
     if len(table.data) == 1:
         return draw_matrix(table.data[0], table, size)
     panels = [f"<TD>{draw_matrix(panel, table, size)}</TD>" for panel in table.data]
-    rows = "".join(f"<TR>{''.join(panels[i : i + 4])}</TR>" for i in range(0, len(panels), 4))
+    n = min(4, max(1, MOST_COLUMNS // table.data.shape[-1])) if table.numbers else 4
+    rows = "".join(f"<TR>{''.join(panels[i : i + n])}</TR>" for i in range(0, len(panels), n))
     return f'<TABLE ALIGN="LEFT" BORDER="0" CELLBORDER="0" CELLSPACING="3" CELLPADDING="0">{rows}</TABLE>'
 
 
@@ -53,25 +68,20 @@ def draw_matrix(matrix: np.ndarray, table: Table, size: tuple[int, int]) -> str:
         body.append("<TR>")
         for x in row:
             colour, ink = colour_of(x, most, table.palette)
-            body.append(f'{cell}"{colour}">{cell_text(x, factor, ink, shows_numbers(table), size)}</TD>')
+            body.append(f'{cell}"{colour}">{cell_text(x, factor, ink, table.numbers, size)}</TD>')
         body.append("</TR>")
     extent = f'FIXEDSIZE="TRUE" WIDTH="{columns * (width + 1) + 1}" HEIGHT="{rows * (height + 1) + 1}"'
     look = 'BORDER="0" CELLBORDER="0" CELLSPACING="1" CELLPADDING="0"'
     return f'<TABLE ALIGN="LEFT" {extent} {look}>{"".join(body)}</TABLE>'
 
 
-def shows_numbers(table: Table) -> bool:
-    """Whether the numbers of a matrix are written out: up to 5 x 5, in the first table of a box."""
-    return max(table.data.shape[-2:]) <= 5 and not table.second
-
-
 def cell_size(table: Table) -> tuple[int, int]:
     """Width and height of a cell: smaller for larger matrices, and lower in a second table."""
     rows, columns = table.data.shape[-2:]
-    if max(rows, columns) <= 5:
+    if table.numbers:
         factor = common_factor(table.data)
-        longest = max((len(write_value(x, factor)) for x in table.data.ravel().tolist()), default=1)
-        return (max(34, 6 * longest + 4), 17) if shows_numbers(table) else (34, 9)
+        widest = max((len(write_value(x, factor)) for x in table.data.ravel().tolist()), default=1)
+        return max(34, 6 * widest + 4), 15 if table.second else 17
     longest = max(rows, columns)
     side = next((points for most, points in CELL_SIDES if longest <= most), 3)
     if rows > 12:
@@ -80,15 +90,17 @@ def cell_size(table: Table) -> tuple[int, int]:
 
 
 def cell_text(x: float, factor: int, ink: str, with_number: bool, size: tuple[int, int]) -> str:
-    """The text of a cell: the number if numbers are shown, otherwise only nan and infinities."""
-    finite = abs(x) < np.inf
-    if finite and not with_number:
-        return ""
-    if with_number or size[0] > 20:
+    """The text of a cell: its number; without numbers a sign for nan, infinities, and negative numbers.
+
+    The sign of a number is legible without its colour.
+    """
+    if with_number:
         text, points = write_value(x, factor), min(9, size[1] - 1)
+    elif abs(x) < np.inf:
+        text, points = "−" if x < 0 else "", min(size) - 1
     else:
-        text, points = {"nan": "?", "∞": "∞", "−∞": "−"}[write_value(x)], max(5, size[1] - 2)
-    return f'<FONT COLOR="{ink}" POINT-SIZE="{points}">{text}</FONT>'
+        text, points = {"nan": "?", "∞": "∞", "−∞": "×"}[write_value(x)], max(5, size[1] - 2)
+    return f'<FONT COLOR="{ink}" POINT-SIZE="{points}">{text}</FONT>' if text else ""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -151,10 +163,22 @@ def colour_of(x: float, most: float, palette: str) -> tuple[str, str]:
 
 
 def mix(low: tuple[int, ...], high: tuple[int, ...], part: float) -> tuple[str, str]:
-    """A colour between two others, and a text colour that is legible on it."""
-    r, g, b = (round(x + (y - x) * part) for x, y in zip(low, high, strict=True))
-    luminance = 0.299 * r + 0.587 * g + 0.114 * b
-    return f"#{r:02x}{g:02x}{b:02x}", INK if luminance >= 140 else PAPER
+    """A colour between two others, and black or white, whichever has the stronger contrast: at least 4.5 to 1."""
+    rgb = [round(x + (y - x) * part) for x, y in zip(low, high, strict=True)]
+    colour = "#" + "".join(f"{channel:02x}" for channel in rgb)
+    return colour, max((BLACK, PAPER), key=lambda ink: contrast(ink, colour))
+
+
+def contrast(a: str, b: str) -> float:
+    """The contrast ratio of two colours, from 1 to 21, as the Web Content Accessibility Guidelines 2 define it."""
+    low, high = sorted(map(relative_luminance, (a, b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def relative_luminance(colour: str) -> float:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def make_shades(low: Any, zero: Any, high: Any) -> dict[int, tuple[str, str]]:
@@ -165,8 +189,8 @@ def make_shades(low: Any, zero: Any, high: Any) -> dict[int, tuple[str, str]]:
 COLOURS = {name: make_shades(*anchors) for name, anchors in PALETTES.items()}
 
 
-def legend_bar(palette: str, steps: int = 9) -> str:
-    """The colours of a palette in a row."""
+def legend_bar(palette: str) -> str:
+    """The colours of a palette in a row of LEGEND_STEPS cells."""
     low = 0 if palette == "attention" else -STEPS
-    shades = [COLOURS[palette][round(low + (STEPS - low) * i / (steps - 1))][0] for i in range(steps)]
+    shades = [COLOURS[palette][round(low + (STEPS - low) * i / (LEGEND_STEPS - 1))][0] for i in range(LEGEND_STEPS)]
     return "".join(f'<TD FIXEDSIZE="TRUE" WIDTH="9" HEIGHT="9" BGCOLOR="{shade}"></TD>' for shade in shades)

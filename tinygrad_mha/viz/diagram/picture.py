@@ -17,17 +17,22 @@ Change = Literal["same", "left", "right"]  # in a comparison: in both, or only i
 class Table:
     """Numbers to be shown as colours: `data` holds the matrices (panels, rows, columns) of one tensor.
 
-    A `second` table, that of the gradient under a value, is shown with less weight.
+    With `numbers`, the numbers are written in the cells. A `second` table, that of the gradient under a value, is shown
+    with less weight.
     """
 
     data: np.ndarray
     palette: Literal["value", "attention", "gradient"]
     second: bool = False
+    numbers: bool = False
 
 
 @dataclass
 class Node:
-    """A box: a tensor, or a closed module. `lines` stand under the title, `gradient` is a table or a reason."""
+    """A box: a tensor, or a closed module. `lines` stand under the title.
+
+    `value` and `gradient` are tables, or texts: the number of a scalar, the range of a result, why there is none.
+    """
 
     id: str
     kind: Kind
@@ -35,7 +40,7 @@ class Node:
     shape: str = ""
     lines: list[str] = field(default_factory=list)
     parameters: str = ""
-    value: Table | None = None
+    value: Table | str | None = None
     gradient: Table | str | None = None
     warning: str = ""
     tooltip: str = ""

@@ -30,16 +30,18 @@ from tinygrad_mha.viz.diagram import graphviz_engines as engines
 from tinygrad_mha.viz.diagram.contents import compose_picture
 from tinygrad_mha.viz.diagram.diff import compare_pictures
 from tinygrad_mha.viz.diagram.dot import fit, to_dot
-from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Options, make_layout
+from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Layout, Options, make_layout
 from tinygrad_mha.viz.diagram.frames import Pattern, entry_key, matches
 from tinygrad_mha.viz.diagram.labels import choose_titles
 from tinygrad_mha.viz.diagram.modules import Modules, arrange_modules
 from tinygrad_mha.viz.diagram.picture import Picture
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
+from tinygrad_mha.viz.diagram.repetitions import frame_chains
 
 __all__ = ["Graph", "GraphTooLargeError", "graph", "graph_diff"]
 
 TEXT_FORMATS = ("dot", "gv")
+READABLE = 40  # boxes: about one screen
 
 
 class GraphTooLargeError(ValueError):
@@ -113,13 +115,13 @@ class Graph:
         except engines.NoEngineError as error:
             text = f"{error}\n\n{self.dot}"
             return {"text/plain": text, "text/html": f'<pre style="max-height:30em;overflow:auto">{escape(text)}</pre>'}
-        # HTML comes first: an SVG that is displayed as an image has no tooltips.
-        return {"text/html": engines.make_cell(svg), "image/svg+xml": svg, "text/plain": repr(self)}
+        # Not as an SVG too: that is displayed as an image, which has no tooltips, and the notebook would store both.
+        return {"text/html": engines.make_cell(svg), "text/plain": repr(self)}
 
 
 def graph(
     y: Any,
-    depth: int | None = None,
+    depth: int | str | None = "auto",
     collapse: Pattern | Sequence[Pattern] | None = None,
     expand: Pattern | Sequence[Pattern] | None = None,
     fold: bool = True,
@@ -145,7 +147,9 @@ def graph(
 
     Args:
         y: a tensor, or a list, tuple or dict of them (keys are names).
-        depth: how many levels of modules are open; those below are one box each, with class, shape and parameter count.
+        depth: how many levels of modules are open; those below are one box each, with class, shape, parameter count,
+            range and gradient. None opens all. "auto" opens as many as make about 40 boxes; in larger pictures two
+            equal heads, and the repeated steps of a chain outside of modules, are drawn once too.
         collapse: modules to close at any depth: a path ("h.0.attn"), a pattern ("h.*.mlp"), a class name, a predicate
             of the path, or a list of these.
         expand: modules to open at any depth, also if they repeat; also names of fused primitives ("attention"), which
@@ -154,7 +158,9 @@ def graph(
             blocks once; False gives each operation a box.
         ops: "folded", or "separate" for the plain autograd graph with an oval for each operation, which implies
             `fold=False`.
-        values, grads: True, False, or "auto": show the numbers of small tensors in small pictures.
+        values, grads: "auto" shows small tensors in small pictures, with numbers up to 5 x 5; True shows tables in all
+            pictures, with numbers up to 16 columns and 32 rows, and colours beyond; False shows none. Colours stop at
+            1024 elements. Scalars are numbers in all pictures.
         backward: draw the computation of the gradients beside the forward pass; `y` is one tensor, a scalar unless it
             has a gradient already.
         direction: "TB" from top to bottom, or "LR" from left to right.
@@ -178,7 +184,7 @@ def graph(
     check_options(depth, ops, values, grads, direction, max_nodes, engine)
     roots, keys = find_tensors(y)
     options = Options(
-        depth=depth,
+        depth=None if isinstance(depth, str) else depth,
         collapse=as_patterns(collapse, "collapse"),
         expand=as_patterns(expand, "expand"),
         fold=fold and ops == "folded",
@@ -186,7 +192,9 @@ def graph(
         values=None if values == "auto" else bool(values),
         grads=None if grads == "auto" else bool(grads),
     )
-    refuse_early(roots, options, max_nodes)
+    is_automatic = depth == "auto" and options.fold
+    if not is_automatic:
+        refuse_early(roots, options, max_nodes)
     if backward and len(roots) != 1:
         raise ValueError(f"backward=True draws one output, got {len(roots)}")
     run = record_backward(roots[0]) if backward else record_forward(roots, lambda op: op.name in options.expand)
@@ -194,6 +202,9 @@ def graph(
     modules = arrange_modules(run)
     check_patterns(run, modules, options)
     layout = make_layout(run, modules, options)
+    readable = READABLE * (1 + run.has_backward)
+    if is_automatic and len(layout.boxes) > readable:
+        layout = make_readable(run, replace(options, compact=True), readable)
     n = len(layout.boxes)
     if max_nodes is not None and n > max_nodes:
         raise too_large(f"{n:,}", max_nodes, find_fitting_depth(run, options, max_nodes))
@@ -220,6 +231,7 @@ def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
         >>> graph_diff((x * x).named("y"), (x * x + x).named("y")).picture.caption
         ['only on the left: 0 boxes, 1 arrow · only on the right: 1 box, 3 arrows']
     """
+    options = {"depth": None, **options}  # the same depth on both sides
     left, right = (g if isinstance(g, Graph) else graph(g, **options) for g in (a, b))
     picture = compare_pictures(left.picture, right.picture)
     return Graph(picture, left.direction, left.engine, f"{left.title} against {right.title}")
@@ -237,8 +249,10 @@ def check_options(depth: Any, ops: Any, values: Any, grads: Any, direction: Any,
     for name, given in (("values", values), ("grads", grads)):
         if given not in (True, False, "auto"):
             raise ValueError(f"{name} must be True, False or 'auto', got {given!r}")
+    if isinstance(depth, str) and depth != "auto":
+        raise ValueError(f"depth must be an integer, None or 'auto', got {depth!r}")
     for name, given, least in (("depth", depth, 0), ("max_nodes", max_nodes, 1)):
-        if given is not None:
+        if given is not None and given != "auto":
             check_count(given, name, least)
 
 
@@ -278,7 +292,9 @@ def rename(run: Run, names: Mapping[Any, Any]) -> None:
     """Apply `names`, name to tensor, which may be `locals()`. They take precedence over the tensors' own."""
     if names and not any(isinstance(x, Tensor) for x in names.values()):
         raise TypeError("names must be {name: tensor}; got no tensor among its values")
-    given = {id(tensor): name for name, tensor in names.items() if isinstance(name, str) and name}
+    # Names that begin with an underscore come first, so that others replace them: a notebook has _3 for each result.
+    ordered = sorted((name for name in names if isinstance(name, str) and name), key=lambda name: name[0] != "_")
+    given = {id(names[name]): name for name in ordered}
     for value in run.values:
         name = given.get(id(value.tensor), value.name)
         value.name = name if name and name.strip() else None
@@ -317,10 +333,30 @@ def refuse_early(roots: list[Tensor], options: Options, max_nodes: int | None) -
         raise too_large(f"more than {least:,}", max_nodes, fitting)
 
 
+def make_readable(run: Run, options: Options, most: int) -> Layout:
+    """The deepest layout of at most `most` boxes; if there is none, that of the fewest boxes."""
+    frame_chains(run)
+    modules = arrange_modules(run)
+    best = None
+    for depth in (None, *range(count_levels(modules) - 1, -1, -1)):
+        layout = make_layout(run, modules, replace(options, depth=depth))
+        if len(layout.boxes) <= most:
+            return layout
+        if best is None or len(layout.boxes) < len(best.boxes):
+            best = layout
+    assert best is not None
+    return best
+
+
+def count_levels(modules: Modules) -> int:
+    """How deeply frames are nested."""
+    return max(len(frame.enclosing) - 1 for frame in modules.members)
+
+
 def find_fitting_depth(run: Run, options: Options, max_nodes: int) -> int | None:
     """The largest depth at which there are no more than `max_nodes` boxes."""
     modules = arrange_modules(run)
-    for depth in range(max(len(frame.enclosing) - 1 for frame in modules.members) - 1, -1, -1):
+    for depth in range(count_levels(modules) - 1, -1, -1):
         if len(make_layout(run, modules, replace(options, depth=depth)).boxes) <= max_nodes:
             return depth
     return None
