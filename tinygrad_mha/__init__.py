@@ -12,7 +12,7 @@ from tinygrad_mha.transforms import grad, hessian, hvp, jacobian, jvp, vjp
 if TYPE_CHECKING:
     from tinygrad_mha import check, training, viz
     from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
-    from tinygrad_mha.viz import graph, graph_diff, walkthrough
+    from tinygrad_mha.viz import graph, graph_diff, show, walkthrough
 
 __version__ = "0.1.0"
 
@@ -20,12 +20,12 @@ __all__ = ["GradcheckError", "GradcheckReport", "Tensor", "__version__", "check"
 __all__ += ["gradcheck"]
 __all__ += ["hessian", "hvp", "is_grad_enabled", "jacobian", "jvp", "kernels"]
 __all__ += ["generate", "nn", "no_grad", "ops", "optim", "record", "stream", "training", "vjp"]
-__all__ += ["graph", "graph_diff", "viz", "walkthrough"]
+__all__ += ["graph", "graph_diff", "show", "viz", "walkthrough"]
 
 PACKAGES = {
     "check": ("check", "GradcheckError", "GradcheckReport", "gradcheck"),
     "training": ("training",),
-    "viz": ("viz", "graph", "graph_diff", "walkthrough"),
+    "viz": ("viz", "graph", "graph_diff", "show", "walkthrough"),
 }
 
 

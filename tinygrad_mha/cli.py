@@ -6,10 +6,12 @@ import argparse
 import ast
 import inspect
 import json
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha.check import GradcheckReport, attention, gradcheck
-from tinygrad_mha.data import Tokenizer, load_tokenizer
+from tinygrad_mha.data import Tokenizer, load_tokenizer, split_words
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
 from tinygrad_mha.files.python_files import load_object, running
@@ -29,6 +31,7 @@ from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import PRESETS, DivergedError, load_trained, train
 from tinygrad_mha.training.config import list_option_names
 from tinygrad_mha.training.parallel import join_ranks
+from tinygrad_mha.viz.terminal import Matrix, print_matrices
 
 __all__ = ["main"]
 
@@ -38,11 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_demo, add_train, add_generate, add_graph, add_walkthrough, add_gradcheck, add_check):
+    for add in (add_demo, add_show, add_train, add_generate, add_graph, add_walkthrough, add_gradcheck, add_check):
         add(commands)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its exit
+        return 141
     except DivergedError as error:
         print(f"tinygrad-mha: {error}", file=sys.stderr)
         return 1
@@ -57,7 +65,10 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Call
     """Add the command `run_NAME`, whose docstring is its help. Returns the function that adds an option to it."""
     text = inspect.getdoc(run) or ""
     parser = commands.add_parser(
-        run.__name__.removeprefix("run_"), help=text.partition("\n")[0].rstrip("."), description=text
+        run.__name__.removeprefix("run_"),
+        help=text.partition("\n")[0].rstrip("."),
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     return parser.add_argument
@@ -79,6 +90,10 @@ def run_demo(args: argparse.Namespace) -> int:
     Offline: the matrices of causal two-head attention, a gradient check of a whole block, the check of an attention
     with a fault, the KV cache against the full computation, a GPT trained on the Python language reference, and text
     generated with the cache. All results are written into a folder.
+
+    Examples:
+      tinygrad-mha demo
+      tinygrad-mha demo --steps 300 --out demo
     """
     write_demo(args.out, args.steps)
     return 0
@@ -113,6 +128,12 @@ def run_train(args: argparse.Namespace) -> int:
     The tokens are the characters of the text. With --init a trained model is trained further, with its own tokenizer.
     Ctrl-C writes a checkpoint and stops; --resume continues from the latest checkpoint in --out, bit for bit as if the
     run had not been interrupted. Started by `mpiexec -n N`, N processes share the rows of each batch.
+
+    Examples:
+      tinygrad-mha train --out run
+      tinygrad-mha train --text novel.txt --out run --config cpu --set n_embd=96 dropout=0.1
+      tinygrad-mha train --out run --resume
+      tinygrad-mha train --init run --text letters.txt --out tuned
     """
     changes = dict(map(parse_setting, args.set))
     changes |= {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
@@ -233,7 +254,15 @@ def open_model(folder: Path, with_tokenizer: bool = True) -> tuple[GPT, Any]:
 def add_graph(commands: Any) -> None:
     option = add_command(commands, run_graph)
     option("target", metavar="|".join(SUBJECTS) + "|FILE.py:NAME")
-    option("-o", "--out", type=Path, required=True, metavar="FILE", help=".svg .png .pdf .html or .dot")
+    option(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("graph.svg"),
+        metavar="FILE",
+        help=".svg .png .pdf .html or .dot; default: %(default)s",
+    )
+    option("--open", action="store_true", help="open the picture in a browser")
     option("--depth", type=int, help="the number of open levels of modules (gpt: 1 unless given)")
     option("--no-values", action="store_true", help="names, shapes and formulas only")
     option("--backward", action="store_true", help="draw the computation of the gradients too")
@@ -248,6 +277,11 @@ def run_graph(args: argparse.Namespace) -> int:
 
     The picture shows shapes, values and gradients. Your own function is called with its default values, or with random
     arrays of --shape, and returns tensors.
+
+    Examples:
+      tinygrad-mha graph mha --open
+      tinygrad-mha graph gpt --depth 2 -o gpt.png
+      tinygrad-mha graph model.py:attention --shape 3x5 --backward
     """
     if args.target in SUBJECTS:
         y = SUBJECTS[args.target](args.seed)
@@ -262,6 +296,7 @@ def run_graph(args: argparse.Namespace) -> int:
     options = {"backward": args.backward, "ops": args.ops, "direction": args.direction}
     picture = tg.graph(y, depth=depth, values=values, grads=values, **options)
     print(f"{picture.save(args.out)}: {len(picture.picture.nodes)} boxes")
+    open_page(args)
     return 0
 
 
@@ -276,42 +311,120 @@ def call_function(f: Callable[..., Any], args: argparse.Namespace) -> Any:
     return y
 
 
-def add_walkthrough(commands: Any) -> None:
-    option = add_command(commands, run_walkthrough)
-    option("sentence", help="words, separated by spaces (with --model: any text)")
-    option("-o", "--out", type=Path, required=True, metavar="PAGE.html")
+def add_sentence(option: Callable[..., Any]) -> None:
+    """Add the options of commands that compute the attention of a sentence."""
+    option("sentence", help="words, separated by spaces, and Chinese characters (with --model: any text)")
     option("--heads", type=int, default=2, help="default: %(default)s")
     option("--widths", default="5x7x11", metavar="5x7x11", help="d_model x d_k x d_v; default: %(default)s")
-    option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
-    option("--layer", type=int, help="only the attention of this layer of that model (from 0)")
     option("--no-mask", action="store_true", help="every token may attend to all others")
-    option("--lang", choices=("en", "zh"), default="en", help="the language of the page")
     option("--seed", type=int, default=0, help="of the random weights (default 0)")
+    option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
+
+
+def read_sentence(args: argparse.Namespace) -> tuple[MultiHeadAttention, np.ndarray, list[str]]:
+    """Random attention of the widths that were asked for, an input for each word, and the words."""
+    words = split_words(args.sentence)
+    if not words:
+        raise ValueError("the sentence has no words")
+    widths = parse_shape(args.widths)
+    if len(widths) != 3:
+        raise ValueError(f"--widths must be d_model x d_k x d_v, such as 5x7x11, got {args.widths!r}")
+    d_model, d_k, d_v = widths
+    mha = MultiHeadAttention(d_model, args.heads, d_k, d_v, rng=args.seed).astype(np.float64)
+    return mha, embed_words(words, d_model, args.seed), words
+
+
+def open_model_of_sentence(args: argparse.Namespace) -> tuple[GPT, Tokenizer]:
+    """The trained model of --model, and its tokenizer."""
+    if args.no_mask:
+        raise ValueError("a GPT is causal: use --no-mask without --model")
+    return open_model(args.model)
+
+
+def add_show(commands: Any) -> None:
+    option = add_command(commands, run_show)
+    add_sentence(option)
+    option("--layer", type=int, default=0, help="the layer of that model (default 0)")
+    option("--head", type=int, metavar="N", help="only this head, from 1")
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print every matrix of the attention of your own sentence.
+
+    Each has its name, its shape, its labels and its numbers. The weights are random, or those of a trained model.
+
+    Examples:
+      tinygrad-mha show "the cat sat"
+      tinygrad-mha show "猫坐在垫子上" --head 1
+      tinygrad-mha show "The " --model run --layer 1 --head 2
+    """
+    if args.model is not None:
+        model, tokenizer = open_model_of_sentence(args)
+        ids = tokenizer.encode(args.sentence)
+        _, model_trace = model(ids, trace=True)
+        tg.show(model_trace, [tokenizer.decode([i]) for i in ids], layer=args.layer, head=args.head)
+        return 0
+    mha, x, words = read_sentence(args)
+    y, trace = mha(x, causal=not args.no_mask, trace=True)
+    print_matrices([Matrix("X", x, "a row for each word", words), *list_weights(mha, args.head)])
+    print()
+    tg.show(trace, words, head=args.head)
+    print()
+    print_matrices([Matrix("W_O", mha.wo.numpy()), Matrix("Y", y.numpy(), "Concat W_O", words)])
+    return 0
+
+
+def list_weights(mha: MultiHeadAttention, head: int | None) -> Iterator[Matrix]:
+    """W_Q, W_K and W_V of each head, or of one."""
+    for i in range(mha.n_head) if head is None else [head - 1]:
+        for name, weight in (("W_Q", mha.wq), ("W_K", mha.wk), ("W_V", mha.wv)):
+            width = weight.shape[1] // mha.n_head
+            columns = slice(i * width, (i + 1) * width)
+            yield Matrix(
+                f"{name}{i + 1}", weight.numpy()[:, columns], f"columns {columns.start} to {columns.stop - 1} of {name}"
+            )
+
+
+def add_walkthrough(commands: Any) -> None:
+    option = add_command(commands, run_walkthrough)
+    add_sentence(option)
+    option("--layer", type=int, help="only the attention of this layer of that model (from 0)")
+    option("-o", "--out", type=Path, default=Path("walkthrough.html"), metavar="PAGE.html", help="default: %(default)s")
+    option("--open", action="store_true", help="open the page in a browser")
+    option("--lang", choices=("en", "zh"), default=guess_language(), help="of the page; here: %(default)s")
 
 
 def run_walkthrough(args: argparse.Namespace) -> int:
     """Write a page that shows the attention of your own sentence, matrix by matrix.
 
     The page is one file. The weights are random. With --model it shows a whole trained model, from text to next token.
+
+    Examples:
+      tinygrad-mha walkthrough "the cat sat on mats" --open
+      tinygrad-mha walkthrough "猫坐在垫子上" --lang zh -o page.html
+      tinygrad-mha walkthrough "The cat" --model run --layer 1
     """
     if args.model is not None:
-        if args.no_mask:
-            raise ValueError("a GPT is causal: use --no-mask without --model")
-        model, tokenizer = open_model(args.model)
+        model, tokenizer = open_model_of_sentence(args)
         page = tg.walkthrough(model, args.sentence, tokenizer=tokenizer, layer=args.layer, lang=args.lang)
     else:
-        tokens = args.sentence.split()
-        if not tokens:
-            raise ValueError("the sentence has no words")
-        widths = parse_shape(args.widths)
-        if len(widths) != 3:
-            raise ValueError(f"--widths must be d_model x d_k x d_v, such as 5x7x11, got {args.widths!r}")
-        d_model, d_k, d_v = widths
-        mha = MultiHeadAttention(d_model, args.heads, d_k, d_v, rng=args.seed).astype(np.float64)
-        x = embed_words(tokens, d_model, args.seed)
-        page = tg.walkthrough(mha, x, tokens, causal=not args.no_mask, lang=args.lang)
+        mha, x, words = read_sentence(args)
+        page = tg.walkthrough(mha, x, words, causal=not args.no_mask, lang=args.lang)
     print(f"{page.save(args.out)}: {page.summary}")
+    open_page(args)
     return 0
+
+
+def guess_language() -> str:
+    """The language of the locale, as the environment names it: "zh" or else "en"."""
+    names = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    return "zh" if next(filter(None, names), "").startswith("zh") else "en"
+
+
+def open_page(args: argparse.Namespace) -> None:
+    """With --open, open the file that was written in the browser."""
+    if args.open and not webbrowser.open(args.out.resolve().as_uri()):
+        print("tinygrad-mha: no browser was found", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -332,6 +445,10 @@ def run_gradcheck(args: argparse.Namespace) -> int:
 
     Without a target all primitives are checked. The inputs of your own function are its default values, the samples of
     a primitive, or random arrays of --shape. Exit code 0: all correct; 1: a check failed; 2: could not be run.
+
+    Examples:
+      tinygrad-mha gradcheck
+      tinygrad-mha gradcheck model.py:attention --shape 3x5 5x7
     """
     if args.target is None:
         if args.shape:
@@ -412,6 +529,10 @@ def run_check(args: argparse.Namespace) -> int:
 
     Gradients, causality, caches, masks, padding, batches, dtypes, and the formula itself: scale, softmax, heads. It is
     made of NumPy, of this package or of torch. Exit code 0: passed; 1: a claim failed; 2: could not be run.
+
+    Examples:
+      tinygrad-mha check model.py:Attention
+      tinygrad-mha check model.py:attend --no-causal --shape 7x11
     """
     target = load_object(args.target, with_classes=True)
     rng = np.random.default_rng(args.seed)

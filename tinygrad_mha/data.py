@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.files import read_json, replacing, write_json
 
 __all__ = ["BPETokenizer", "Batches", "CharTokenizer", "StreamDecoder", "Tokenizer"]
-__all__ += ["builtin_corpus", "load_tokenizer", "read_text", "split_text"]
+__all__ += ["builtin_corpus", "load_tokenizer", "read_text", "show_token", "split_text", "split_words"]
+
+CJK = "\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"  # kana, ideographs, punctuation
 
 # --------------------------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -264,6 +267,13 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     )
 
 
+def show_token(token: str) -> str:
+    """A token with visible signs for line breaks, and for all white space if it holds nothing else."""
+    if not token.strip():
+        return token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
+    return token.replace("\n", "⏎")
+
+
 def byte_symbols() -> list[str]:
     """GPT-2's printable character for each byte: printable Latin-1 as it is, other bytes from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -347,6 +357,16 @@ def builtin_corpus() -> str:
     except ImportError as error:
         raise RuntimeError("this Python carries no language reference (pydoc_data): give a text file") from error
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def split_words(sentence: str) -> list[str]:
+    """The words of a sentence: what stands between spaces, and each Chinese or Japanese character by itself.
+
+    Example:
+        >>> split_words("the cat 猫坐下")
+        ['the', 'cat', '猫', '坐', '下']
+    """
+    return re.findall(rf"[{CJK}]|[^\s{CJK}]+", sentence)
 
 
 def split_text(text: str, fraction: float = 0.9) -> tuple[str, str]:

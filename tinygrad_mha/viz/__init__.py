@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 from tinygrad_mha.viz.diagram.graphviz_engines import NoEngineError
 from tinygrad_mha.viz.diagram.snapshot import Graph, GraphTooLargeError, graph, graph_diff
 from tinygrad_mha.viz.page.document import Walkthrough, walkthrough
+from tinygrad_mha.viz.terminal import show
 
 if TYPE_CHECKING:
     from tinygrad_mha.viz.plots import heatmap, plot_gradient_norms, plot_logit_lens, plot_losses
 
 __all__ = ["Graph", "GraphTooLargeError", "NoEngineError", "graph", "graph_diff"]
-__all__ += ["Walkthrough", "walkthrough"]
+__all__ += ["Walkthrough", "show", "walkthrough"]
 __all__ += ["heatmap", "plot_gradient_norms", "plot_logit_lens", "plot_losses"]
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.data import show_token
 from tinygrad_mha.nn.gpt import GPTTrace
 from tinygrad_mha.nn.heads import AttentionTrace
 from tinygrad_mha.tensors import plain
 from tinygrad_mha.viz.diagram.heat import ABSENT, write_value
-from tinygrad_mha.viz.plots.figures import Plot, add_scale, finish_plot, make_colormap, new_plot, show_token, text_color
+from tinygrad_mha.viz.plots.figures import Plot, add_scale, finish_plot, make_colormap, new_plot, text_color
 
 with contextlib.suppress(ImportError):  # `new_plot` says so
     from matplotlib.patches import Rectangle

@@ -22,7 +22,7 @@ try:
 except ImportError:  # `new_plot` says so
     Figure = object  # type: ignore[assignment, misc]
 
-__all__ = ["Plot", "add_scale", "finish_plot", "make_colormap", "new_plot", "show_token", "text_color"]
+__all__ = ["Plot", "add_scale", "finish_plot", "make_colormap", "new_plot", "text_color"]
 
 CHINESE_FONTS = """Noto Sans CJK SC,Noto Sans SC,Source Han Sans SC,PingFang SC,Hiragino Sans GB,Microsoft YaHei,SimHei,
     WenQuanYi Micro Hei,WenQuanYi Zen Hei,Noto Sans CJK JP,Noto Sans CJK TC,Droid Sans Fallback,Arial Unicode MS"""
@@ -107,10 +107,3 @@ def add_scale(plot: Plot, image: Any, axes: Any, title: str, shrink: float, pad:
     bar.set_label(title, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_linewidth(0.5)
-
-
-def show_token(token: str) -> str:
-    """A token with visible signs for line breaks, and for all white space if it holds nothing else."""
-    if not token.strip():
-        return token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
-    return token.replace("\n", "⏎")

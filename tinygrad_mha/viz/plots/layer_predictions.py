@@ -9,9 +9,10 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids
+from tinygrad_mha.data import show_token
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT
-from tinygrad_mha.viz.plots.figures import Plot, add_scale, finish_plot, make_colormap, new_plot, show_token, text_color
+from tinygrad_mha.viz.plots.figures import Plot, add_scale, finish_plot, make_colormap, new_plot, text_color
 
 __all__ = ["plot_logit_lens"]
 

@@ -1,0 +1,203 @@
+"""Matrices as text for a terminal: `show` prints every step of an attention, head by head."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+from unicodedata import east_asian_width
+
+import numpy as np
+
+from tinygrad_mha.data import show_token
+from tinygrad_mha.nn.gpt import GPTTrace
+from tinygrad_mha.nn.heads import NAMES, AttentionTrace
+from tinygrad_mha.tensors import plain
+from tinygrad_mha.viz.diagram.heat import colour_of, common_factor, largest_magnitude, write_factor, write_value
+
+__all__ = ["Matrix", "print_matrices", "show"]
+
+MOST_ROWS = 64
+WIDTH = 100  # of output that is not a terminal
+MEANINGS = {
+    "q": "the queries",
+    "k": "the keys",
+    "v": "the values",
+    "scores": "Q Kᵀ, scaled",
+    "masked": "the scores, −∞ where a query may not attend",
+    "weights": "softmax of each masked row",
+    "heads": "S V",
+    "concat": "the heads side by side",
+}
+QUERIES_IN_ROWS = ("q", "scores", "masked", "weights", "heads", "concat")
+KEYS_IN_ROWS, KEYS_IN_COLUMNS = ("k", "v"), ("scores", "masked", "weights")
+Palette = Literal["value", "attention"]
+
+
+class Matrix(NamedTuple):
+    """A matrix (rows, columns) to be printed. `rows` and `columns` are the labels of its axes, if they have any."""
+
+    name: str
+    values: np.ndarray
+    meaning: str = ""
+    rows: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    palette: Palette = "value"
+
+
+def show(
+    trace: AttentionTrace | GPTTrace,
+    tokens: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    layer: int = 0,
+    head: int | None = None,
+) -> None:
+    """Print the matrices of an attention: Q, K, V, scores, masked scores, weights S and result H of each head; Concat.
+
+    Each has its name, its shape and its numbers; rows and columns that belong to tokens have their labels. Numbers are
+    written with two or three significant digits. On a terminal, cells are coloured as in pictures (unless NO_COLOR is
+    set) and columns that do not fit are left out.
+
+    Args:
+        trace: what an attention or a GPT returns with trace=True, for one sequence.
+        tokens: the labels of the queries, by default 1, 2, ...; also those of the keys if there are as many.
+        keys: the labels of the keys, for cross-attention or with a cache.
+        layer: the layer of a GPT.
+        head: print this head only: 1 for Q_1, K_1, ...
+
+    Raises:
+        TypeError: no trace.
+        ValueError: a batch of several sequences, or a wrong number of labels.
+        IndexError: no such layer or head.
+
+    Example:
+        >>> y, trace = tg.nn.attention(np.eye(2), np.eye(2), np.eye(2), tg.nn.causal(2), trace=True)
+        >>> show(trace, tokens=["the", "cat"])
+        Q  2x2  the queries
+          the  1.00     0
+          cat     0  1.00
+        ...
+        S  2x2  softmax of each masked row
+                the   cat
+          the  1.00     0
+          cat  0.33  0.67
+        ...
+    """
+    print_matrices(list_matrices(trace, tokens, keys, layer, head))
+
+
+def list_matrices(
+    trace: Any, tokens: Sequence[str] | None, keys: Sequence[str] | None, layer: int, head: int | None
+) -> Iterator[Matrix]:
+    """The matrices of a trace, head by head. The arguments are those of `show`, whose errors this raises."""
+    if isinstance(trace, GPTTrace):
+        if not 0 <= layer < len(trace.attention):
+            raise IndexError(f"layer must be 0 to {len(trace.attention) - 1}, got {layer}")
+        trace = trace.attention[layer]
+    if not isinstance(trace, AttentionTrace):
+        raise TypeError(f"expected a trace, as y, trace = mha(x, trace=True) gives, got {type(trace).__name__}")
+    steps = {name: one_sequence(plain(step)) for name, step in trace._asdict().items() if step is not None}
+    if not steps:
+        raise ValueError("this attention shows no steps: its forward calls edit(name, tensor) for each")
+    n_head = max((len(step) for step in steps.values() if step.ndim == 3), default=1)
+    if head is not None and not 1 <= head <= n_head:
+        raise IndexError(f"head must be 1 to {n_head}, got {head}")
+    queries = choose_labels(
+        tokens, "tokens", count(steps, rows=("q", "scores", "masked", "weights", "heads", "concat"))
+    )
+    n_keys = count(steps, rows=KEYS_IN_ROWS, columns=KEYS_IN_COLUMNS)
+    keys = queries if keys is None and n_keys == len(queries) else choose_labels(keys, "keys", n_keys)
+    for i in range(n_head) if head is None else [head - 1]:
+        for name, step in steps.items():
+            if name == "concat":
+                continue
+            shared = n_head // len(step) if step.ndim == 3 else 1  # query heads that share a head of keys and values
+            if i % shared and head is None:
+                continue
+            values = step[i // shared] if step.ndim == 3 else step
+            title = f"{NAMES[name]}_{i // shared + 1}" if step.ndim == 3 else NAMES[name]
+            rows = keys if name in KEYS_IN_ROWS else queries
+            columns = keys if name in KEYS_IN_COLUMNS else None
+            palette: Palette = "attention" if name == "weights" and values.min() >= 0 else "value"
+            yield Matrix(title, values, MEANINGS[name], rows, columns, palette)
+    if "concat" in steps and head is None:
+        yield Matrix("Concat", steps["concat"], MEANINGS["concat"], queries)
+
+
+def one_sequence(step: np.ndarray) -> np.ndarray:
+    """A step of one sequence, (H, T, d) or (T, d), without an axis of a batch of one."""
+    if step.ndim == 4 and len(step) != 1:
+        raise ValueError(f"show prints one sequence, this trace has a batch of {len(step)}: run the model on one")
+    return step[0] if step.ndim == 4 else step
+
+
+def count(steps: dict[str, np.ndarray], rows: Sequence[str], columns: Sequence[str] = ()) -> int:
+    """The number of tokens: the rows, or the columns, of the first of these steps that the trace has."""
+    lengths = [steps[name].shape[-2] for name in rows if name in steps]
+    return [*lengths, *(steps[name].shape[-1] for name in columns if name in steps), 0][0]
+
+
+def choose_labels(labels: Sequence[str] | None, argument: str, n: int) -> list[str]:
+    """The labels of n tokens: those given, or 1, 2, ..."""
+    if labels is None:
+        return [str(i + 1) for i in range(n)]
+    if len(labels) != n:
+        raise ValueError(f"{argument} must be {n} labels, one for each token, got {len(labels)}")
+    return [show_token(str(label)) for label in labels]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def print_matrices(matrices: Iterator[Matrix] | Sequence[Matrix]) -> None:
+    """Print matrices one below the other, as wide as the terminal, in colours if there is one."""
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    print("\n\n".join("\n".join(write_matrix(matrix, width, coloured)) for matrix in matrices))
+
+
+def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
+    """The lines of a matrix: its name, shape and meaning, then its rows with their labels."""
+    values = matrix.values
+    factor, most = common_factor(values), largest_magnitude(values)
+    shape = "x".join(map(str, values.shape))
+    yield f"{matrix.name}  {shape}  {matrix.meaning} {write_factor(factor)}".rstrip()
+    labels = list(matrix.rows or [""] * len(values))[:MOST_ROWS]
+    cells = [[write_value(x, factor) for x in row] for row in values[:MOST_ROWS].tolist()]
+    head = list(matrix.columns or [])
+    margin = max(map(columns_of, labels), default=0)
+    cell = max((columns_of(text) for row in [*cells, head] for text in row), default=1)
+    shown = max(1, min(values.shape[1], (width - 2 - margin) // (cell + 2)))
+    if shown < values.shape[1]:
+        shown = max(1, (width - 2 - margin - 3) // (cell + 2))
+    more = "  …" if shown < values.shape[1] else ""
+    if head:
+        yield "  " + " " * margin + "".join(align(text, cell + 2) for text in head[:shown]) + more
+    for label, texts, row in zip(labels, cells, values, strict=False):
+        line = "".join(
+            colour(align(text, cell + 1) + " ", float(x), most, matrix.palette) if coloured else align(text, cell + 2)
+            for text, x in zip(texts[:shown], row, strict=False)
+        )
+        yield "  " + label + " " * (margin - columns_of(label)) + line + more
+    if len(values) > MOST_ROWS:
+        yield f"  … {len(values) - MOST_ROWS} more rows"
+
+
+def align(text: str, width: int) -> str:
+    """The text at the right end of `width` columns of a terminal."""
+    return " " * (width - columns_of(text)) + text
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: two for a Chinese character."""
+    return sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def colour(text: str, value: float, most: float, palette: str) -> str:
+    """The text on the colour of its value, as an escape sequence of terminals with 24-bit colours."""
+    colours = colour_of(value, most, palette)
+    back, front = (";".join(str(int(name[i : i + 2], 16)) for i in (1, 3, 5)) for name in colours)
+    return f"\033[48;2;{back};38;2;{front}m{text}\033[0m"
