@@ -135,6 +135,18 @@ def test_parents_are_the_rows_that_the_prefixes_extend(rng):
     assert [len(prefixes) for prefixes in calls] == [1, 3, 4, 4, 4, 4]
 
 
+def test_a_sequence_that_has_ended_takes_the_place_of_a_prefix():
+    calls = []
+
+    def step(prefixes, parents):
+        calls.append(len(prefixes))
+        return np.log(np.tile([0.5, 0.2, 0.3], (len(prefixes), 1)))
+
+    found = beam_search(step, [0], END, beam=2, max_new_tokens=4)
+    assert calls == [1, 1, 1, 1]
+    assert [h.tokens.tolist() for h in found.hypotheses] == [[END], [0, 0, 0, 0]]
+
+
 def test_without_an_end_token_every_hypothesis_has_the_full_length(rng):
     found = beam_search(language(rng), [0, 1], None, beam=3, max_new_tokens=4)
     assert [len(hypothesis.tokens) for hypothesis in found.hypotheses] == [4, 4, 4]

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from faults import FAULTS, VARIANTS, PlainModule, softmax
 
 import tinygrad_mha as tg
+from tinygrad_mha.check import candidates
 from tinygrad_mha.cli import main
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -104,6 +106,21 @@ def test_a_file_that_exits_proves_nothing(code, tmp_path, capsys):
         options = ["-o", str(tmp_path / "x.svg")] if command == "graph" else []
         assert main([command, target, *options]) == 2
         assert "exit" in capsys.readouterr().err
+
+
+def test_the_parameters_of_a_compiled_function_are_read_from_its_documentation():
+    def compiled(*args):
+        """attend(query, key, value, is_causal=False) -> Tensor
+
+        Attention (compiled).
+        """
+
+    compiled.__signature__ = 0  # as that of a function without one, which cannot be read
+    empty = inspect.Parameter.empty
+    expected = {"query": empty, "key": empty, "value": empty, "is_causal": None}
+    assert candidates.read_parameters(compiled) == expected
+    compiled.__doc__ = None
+    assert candidates.read_parameters(compiled) == {}
 
 
 def test_a_candidate_that_never_returns_the_same_twice_fails_by_that_name(tmp_path, capsys):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -88,9 +89,9 @@ def test_empty_text_encodes_to_no_ids_and_back():
     assert tokenizer.decode([]) == tokenizer.decode(np.zeros(0, np.int64)) == ""
 
 
-@pytest.mark.parametrize("characters", ["", "abca"])
-def test_an_empty_vocabulary_or_one_with_duplicates_is_refused(characters):
-    with pytest.raises(ValueError, match="each character once and at least one"):
+@pytest.mark.parametrize(("characters", "words"), [("", "got none"), ("abcab", "got ['a', 'b'] too often")])
+def test_an_empty_vocabulary_or_one_with_duplicates_is_refused(characters, words):
+    with pytest.raises(ValueError, match=f"each character once and at least one, {re.escape(words)}"):
         CharTokenizer(characters)
 
 

@@ -1,6 +1,7 @@
 """A graph shows each tensor once, with its name, its formula, its values and its gradient."""
 
 import ast
+import copy
 import gc
 import json
 import os
@@ -129,6 +130,10 @@ def test_brackets_appear_only_where_they_are_needed():
         ((a * b) * 2, "2 · (a * b)"),
         ((a @ b).T / 3, "bᵀ @ aᵀ / 3"),
         (-(a - b), "−(a − b)"),
+        (a - (b + 1), "a − (b + 1)"),
+        (a - (b - 1), "a − (b − 1)"),
+        (a / (b + 1), "a / (b + 1)"),
+        (a / (b * 0.3), "a / (0.3 · b)"),
         ((a + 1) ** 2 - b, "(a + 1)² − b"),
         (ops.sqrt(ops.sum(a, axis=-1) + 1), "√(row sum(a) + 1)"),
         (a[0, 1:] * c, "a[0, 1:] * c"),
@@ -597,6 +602,22 @@ def test_a_stack_of_matrices_is_shown_side_by_side():
     assert node.shape == "2×3×5"
 
 
+def test_matrices_rows_and_columns_are_shown_in_their_order():
+    x = tg.Tensor(np.arange(5 * 2 * 3.0).reshape(5, 2, 3), name="x")  # more panels than fit beside each other
+    cells = re.findall(r'BGCOLOR="#\w+"><FONT[^>]*>([^<]+)</FONT>', tg.graph(x).dot)
+    assert list(map(float, cells)) == list(range(30))
+
+
+def test_the_meaning_of_the_strongest_colour_is_written_once():
+    for shape, text in (((7, 6), "±42"), ((13, 3), "value ±39")):  # of a tall table, under it
+        x = tg.Tensor(np.arange(1.0, 1 + np.prod(shape)).reshape(shape), requires_grad=True, name="x")
+        drawn = tg.graph(swept((x * 2).named("y"))).dot
+        assert re.findall(rf">((?:value )?±{x.numpy().max():.0f})<", drawn) == [text]
+    weights = ops.softmax(tg.Tensor(np.ones((7, 7)), requires_grad=True, name="scores"))
+    with modes.scope(nn.Scope("head", is_attention=True)):
+        assert "0…1" not in tg.graph(ops.softmax(weights)).dot  # it is the same everywhere, and in the legend
+
+
 def test_nan_and_infinity_are_marked_and_counted():
     x = tg.Tensor([[np.nan, 1.0, np.inf, -np.inf]], name="x")
     graph = tg.graph(x)
@@ -605,6 +626,20 @@ def test_nan_and_infinity_are_marked_and_counted():
         assert f">{text}</FONT>" in graph.dot
     wide = tg.graph(tg.Tensor([[np.nan] * 7], name="x")).dot
     assert wide.count(heat.NOT_A_NUMBER + '"><FONT') == 7
+
+
+def test_elements_of_a_gradient_that_are_not_finite_are_counted_beside_its_range():
+    for g, text in (([[2.0, np.inf, np.nan]], "2 not finite"), ([[np.nan] * 3], "gradient not finite")):
+        x = tg.Tensor(np.ones((1, 3)), requires_grad=True, name="x")
+        with np.errstate(invalid="ignore"):
+            (y := x * 1.0).backward(np.array(g))
+        assert text in tg.graph(y).dot
+
+
+def test_cells_of_minus_infinity_are_empty_and_other_infinities_dark():
+    assert heat.colour_of(-np.inf, 1.0, "value") == ("#ffffff", "#8c959f")
+    for x in (np.inf, np.nan):
+        assert heat.colour_of(x, 1.0, "value")[0] == heat.NOT_A_NUMBER
 
 
 def test_minus_infinity_is_not_reported_where_a_mask_put_it():
@@ -617,7 +652,9 @@ def test_zero_is_light_grey_and_the_extremes_have_the_colours_of_the_palette():
     assert heat.colour_of(-2.0, 2.0, "value") == ("#2166ac", "#ffffff")
     assert heat.colour_of(2.0, 2.0, "value")[0] == "#d6601e"
     assert heat.colour_of(1.0, 0.1, "attention")[0] == "#54278f"  # a fixed scale, whatever the largest weight
+    assert heat.colour_of(0.25, 0.25, "attention") == heat.colour_of(0.25, 1.0, "attention")
     assert heat.colour_of(0.0, 0.0, "gradient")[0] == "#eef0f2"
+    assert [heat.colour_of(x, 3.0, "gradient")[0] for x in (-3.0, 3.0)] == ["#1b7837", "#92308f"]
 
 
 @pytest.mark.parametrize(
@@ -633,6 +670,8 @@ def test_zero_is_light_grey_and_the_extremes_have_the_colours_of_the_palette():
         (-0.004, "−0.0040"),
         (0.00042, "4.2e−4"),
         (99.96, "100"),
+        (123.4, "123"),
+        (-999.4, "−999"),
         (1234.5, "1234"),
         (123456.0, "1.2e5"),
         (3, "3"),
@@ -825,6 +864,16 @@ def test_depth_closes_modules_and_says_class_shape_and_parameters():
     assert [len(tg.graph(model(IDS), depth=depth).picture.nodes) for depth in (0, 1)] == [2, 7]
 
 
+def test_of_closed_modules_those_that_compute_attention_and_the_last_have_a_colour():
+    kinds = {node.title: node.kind for node in tg.graph(gpt(n_layer=1)(IDS), depth=2).picture.nodes}
+    assert kinds == dict.fromkeys(["wte", "wpe", "ln_1", "ln_2", "mlp", "ln_f"], "op") | {
+        "ids": "input",
+        "+": "plus",
+        "attn": "attention",
+        "lm_head": "output",
+    }
+
+
 def test_collapse_and_expand_take_paths_patterns_classes_and_predicates():
     logits = gpt(n_layer=2)(IDS)
     assert "h.1" in titles(tg.graph(logits, collapse="h.1"))
@@ -877,6 +926,14 @@ def test_residual_arrows_are_drawn_as_such():
     assert [edge.label for edge in residual] == ["residual", "residual"]
     title = {node.id: node.title for node in graph.picture.nodes}
     assert [(title[edge.source], title[edge.target]) for edge in residual] == [("+", "+"), ("+", "+")]
+
+
+def test_an_arrow_is_residual_only_past_a_product():
+    x, w, v = (tg.Tensor(np.ones((3, 3)), requires_grad=True, name=name) for name in "xwv")
+    h = (x @ w).named("h")
+    for inner, is_residual in ((ops.exp(h), False), (ops.exp(h @ v), True)):
+        drawn = tg.graph((h + inner.named("f")).named("y"))
+        assert ("residual" in {edge.kind for edge in drawn.picture.edges}) is is_residual
 
 
 def test_a_sum_of_two_branches_is_no_residual():
@@ -1132,6 +1189,13 @@ def test_the_backward_is_drawn_beside_the_forward_with_the_gradients_of_the_engi
     assert (ids["S_2"], ids["∂L/∂S_2"]) in graph.picture.pairs
 
 
+def test_each_step_of_a_derivative_is_in_the_frame_of_the_module_that_it_differentiates():
+    graph = tg.graph(swept(two_heads()), backward=True, fold=False)
+    outermost = next(cluster.id for cluster in graph.picture.clusters if cluster.title == "backward")
+    outside = {node.title for node in graph.picture.nodes if node.cluster == outermost}
+    assert outside == {"∂L/∂X", "∂L/∂Concat", "∂L/∂W_O", "∂L/∂Y", "transpose_1", "transpose_2"}
+
+
 @pytest.mark.parametrize(
     ("title", "formula"),
     [
@@ -1185,6 +1249,20 @@ def test_equal_graphs_have_no_difference():
     diff = tg.graph_diff(two_heads(seed=0), two_heads(seed=1))
     assert all(x.change == "same" for x in (*diff.picture.nodes, *diff.picture.edges))
     assert len(diff.picture.nodes) == 2 * len(tg.graph(two_heads()).picture.nodes)
+
+
+def test_each_side_of_a_difference_keeps_its_frames_and_its_pairs():
+    one = tg.graph(swept(two_heads()), backward=True)
+    both = tg.graph_diff(one, one)
+    for i, side in enumerate(("left", "right")):
+        half = types.SimpleNamespace(picture=copy.copy(both.picture))
+        half.picture.nodes = both.picture.nodes[i * len(one.picture.nodes) :][: len(one.picture.nodes)]
+        for title in ("Q_1", "∂L/∂Q_2", "Y"):
+            assert frame_of(half, title) == [*frame_of(one, title), side]
+        assert [(f"{side}_{a}", f"{side}_{b}") in both.picture.pairs for a, b in one.picture.pairs] == [True] * len(
+            one.picture.pairs
+        )
+    assert len(both.picture.pairs) == 2 * len(one.picture.pairs) > 0
 
 
 def test_pre_norm_against_post_norm_differs_in_its_arrows():

@@ -121,6 +121,12 @@ def test_errors_state_the_expected_and_the_given_shape(call, words):
         call()
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 3, 3), (0, 3)])
+def test_weights_with_too_few_or_too_many_axes_are_refused(shape):
+    with pytest.raises(ValueError, match=r"weights must be \(T_q, T_k\)"):
+        tg.viz.heatmap(np.ones(shape))
+
+
 def test_a_batch_of_several_is_refused(rng):
     mha = tg.nn.MultiHeadAttention(5, n_head=1, rng=0)
     _, trace = mha(rng.standard_normal((2, 3, 5)), trace=True)

@@ -3,6 +3,7 @@
 import os
 import sys
 import textwrap
+from pathlib import Path
 from xml.etree import ElementTree
 
 import graphviz
@@ -307,6 +308,16 @@ def test_a_package_that_cannot_be_imported_is_not_used(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "pygraphviz", raising=False)
     with pytest.raises(NoEngineError, match="a library is missing"):
         tg.graph(two_heads(), engine="pygraphviz").svg()
+
+
+@pytest.mark.parametrize("file", ["pygraphviz.py", "pygraphviz/__init__.py"])
+def test_pygraphviz_is_imported_from_where_this_process_finds_it(file, tmp_path, monkeypatch):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pygraphviz", raising=False)
+    command = render.find_pygraphviz()
+    assert command(Path("a.dot"), {"svg": Path("a.svg")})[3] == str(tmp_path)
 
 
 def test_a_failed_save_keeps_the_old_file(no_engine, tmp_path):

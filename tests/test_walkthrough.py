@@ -15,6 +15,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha.nn.positions import Position, rotary
+from tinygrad_mha.viz.diagram import heat
 from tinygrad_mha.viz.page import document, equations, measure
 
 WORDS = ["the", "cat", "sat", "on", "mats"]
@@ -752,6 +753,23 @@ def test_both_languages_say_the_same_things():
 def test_the_files_of_the_page_are_installed_with_the_package():
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert "viz/page/*" in pyproject["tool"]["setuptools"]["package-data"]["tinygrad_mha"]
+
+
+def test_colours_of_the_page_are_those_of_the_graphs():
+    script = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(document.__file__).parent.glob("*.js")))
+    light = re.search(r"LIGHT = (\{.*?\});", script, re.DOTALL)[1]
+    shown = json.loads(re.sub(r"(\w+):", r'"\1":', light))
+    value, weight, gradient = (heat.PALETTES[name] for name in ("value", "attention", "gradient"))
+    assert shown == {
+        "zero": list(heat.ZERO),
+        "values": [list(value[0]), list(value[2])],
+        "attention": [list(weight[0]), list(weight[2])],
+        "gradients": [list(gradient[0]), list(gradient[2])],
+    }
+    (power,) = re.findall(r"Math\.abs\(part\)\) \*\* ([\d.]+)", script)
+    for part in (0.1, 0.5, 0.9):
+        step = round(part ** float(power) * heat.STEPS)
+        assert heat.colour_of(part, 1.0, "value") == heat.COLOURS["value"][step]
 
 
 class Gained(tg.nn.MultiHeadAttention):
