@@ -198,6 +198,12 @@ def test_the_smallest_example_of_a_failure_is_small_and_shows_it():
     assert sum(np.size(value) for value in shown.example.values()) < 30
 
 
+def test_a_formula_that_differs_has_a_small_example_too():
+    verdict = tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v)
+    (shown,) = (f for f in verdict.failed if f.name == "scale")
+    assert 0 < sum(np.size(value) for value in shown.example.values()) < 30
+
+
 def test_a_failure_is_one_line_in_a_test():
     with pytest.raises(AssertionError, match="scale"):
         tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v).raise_if_failed()

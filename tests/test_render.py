@@ -157,6 +157,13 @@ def test_the_picture_is_the_same_twice(engine, tmp_path):
     assert first.save(tmp_path / "a.html").read_bytes() == second.save(tmp_path / "b.html").read_bytes()
 
 
+def test_a_png_has_two_pixels_for_each_point(engine, tmp_path):
+    graph = tg.graph(two_heads(), engine=engine)
+    png, svg = (graph.save(tmp_path / name).read_bytes() for name in ("x.png", "x.svg"))
+    points = float(ElementTree.fromstring(svg).get("width").removesuffix("pt"))
+    assert int.from_bytes(png[16:20], "big") == pytest.approx(2 * points, rel=0.02)
+
+
 def test_a_picture_loads_nothing_from_the_network(engine, tmp_path):
     text = tg.graph(two_heads(), engine=engine).save(tmp_path / "x.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in text
