@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha import cli
 from tinygrad_mha.cli import main
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
@@ -198,3 +201,130 @@ def test_the_package_runs_as_a_module():
     assert subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip() == (
         f"tinygrad-mha {tg.__version__}"
     )
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def call(argv, **options):
+    """Run the command line in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "tinygrad_mha", *map(str, argv)], timeout=100, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError("Unable to allocate 7 TiB"), "not enough memory: Unable to allocate 7 TiB"),
+        (MemoryError(), "not enough memory: choose smaller sizes"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError(28, "No space left on device", "run/a"), "run/a: No space left on device"),
+        (KeyError("step"), "KeyError: 'step'"),
+        (RecursionError("too deep"), "too deep"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (AssertionError(), "AssertionError:"),
+        (tg.viz.NoEngineError("SVG", ["dot is not installed"]), "cannot make SVG: no working Graphviz"),
+        (ValueError("two\n  lines"), "two lines"),
+        (ValueError("x" * 100_000), "xxx"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_every_exception_becomes_one_line_and_debug_shows_the_traceback(error, line, monkeypatch, capsys):
+    def fail(folder, steps):
+        raise error
+
+    monkeypatch.setattr(cli, "write_demo", fail)
+    message = refused(capsys, "demo")
+    assert message.startswith(f"tinygrad-mha: {line}")
+    assert message.count("\n") == 1
+    assert len(message) < 2100
+    assert main(["demo", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_the_command_silently(run):
+    read, write = os.pipe()
+    os.close(read)
+    result = call(["generate", run, "-n", "3"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert result.stderr in ("", None)
+    assert result.returncode == 141
+
+
+def test_standard_output_that_is_not_utf_8_receives_replaced_characters(tmp_path, run):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = ["graph", "mha", "-o", tmp_path / "注意.dot"]
+    result = call(command, capture_output=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert b"??.dot: " in result.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closing", ["2>&-", ">&- 2>&-", "2>/dev/full"])
+def test_training_survives_that_its_terminal_is_closed(closing, text, tmp_path):
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "tinygrad_mha", "train", "--text", text, "--out", out, "--steps", "2", *SMALL]
+    command = f'"$@" {closing}'
+    result = subprocess.run(["sh", "-c", command, "sh", *map(str, words)], timeout=100)
+    assert result.returncode == 0
+    assert (out / "LATEST").read_text() == "step-2\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("walkthrough x --heads 1000", "--heads must be at most 64"),
+        ("show x --heads 100000000", "--heads must be at most 64"),
+        ("walkthrough x --widths 5x7x9999", "from 1 to 1024"),
+        ("walkthrough x --widths 0x7x11", "from 1 to 1024"),
+        ("walkthrough x --layer 1", "--model"),
+        ("graph mha --shape 3x5", "--shape needs a FILE.py:NAME"),
+    ],
+)
+def test_sizes_and_options_that_cannot_be_used_are_refused_before_any_work(command, reason, capsys):
+    assert reason in refused(capsys, *command.split())
+
+
+@pytest.mark.parametrize("option", ["--heads=2", "--widths=5x7x11", "--seed=0"])
+def test_options_of_random_weights_are_refused_with_a_trained_model(option, run, capsys):
+    assert option.partition("=")[0] in refused(capsys, "walkthrough", "the fox", "--model", run, option)
+
+
+@pytest.mark.parametrize("shape", ["3x", "x3", "3xx5", "3x-5", "a", "", "3.5", "9999999x9999999", "(3,"])
+def test_a_shape_is_naturals_between_signs(shape, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x): return x\n")
+    assert "shape" in refused(capsys, "gradcheck", f"{file}:f", f"--shape={shape}")
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("3x5", (3, 5)), ("()", ()), ("7", (7,)), ("(3,5)", (3, 5)), ("0x2", (0, 2))]
+)
+def test_shapes_are_read(text, shape):
+    assert cli.parse_shape(text) == shape
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("demo --steps -1", "expected an integer of at least 0"),
+        ("train --out x --workers 0", "expected an integer of at least 1"),
+        ("walkthrough x --heads 0", "expected an integer of at least 1"),
+        ("generate x -n -5", "expected an integer of at least 0"),
+        ("train --out x --stepps 3", "unrecognized arguments: --stepps"),
+    ],
+)
+def test_numbers_out_of_range_and_mistyped_options_show_the_usage_of_their_command(command, reason, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert said.startswith(f"usage: tinygrad-mha {command.split()[0]}")
+
+
+def test_the_encoding_of_standard_output_is_kept(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    cli.prepare_streams()
+    print("注意", flush=True)
+    assert stream.buffer.getvalue() == b"??\n"

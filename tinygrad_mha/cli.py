@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import io
 import json
+import math
 import os
+import re
 import sys
 import time
+import traceback
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
@@ -36,29 +40,63 @@ from tinygrad_mha.viz.terminal import Matrix, print_matrices
 __all__ = ["main"]
 
 
+MOST_CHARACTERS = 2000  # of a message
+MOST_HEADS = 64
+MOST_WIDTH = 1024
+MOST_ELEMENTS = 10_000_000  # of an input
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0 for success, 1 for a failed check or training, 2 for what could not be run."""
+    """Run one command. Returns 0 for success, 1 for a failed check or training, 2 for what could not be run.
+
+    An exception becomes one line on standard error; --debug shows its traceback too.
+    """
+    prepare_streams()
     parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (add_demo, add_show, add_train, add_generate, add_graph, add_walkthrough, add_gradcheck, add_check):
         add(commands)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # with the usage of the command, not that of tinygrad-mha
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its exit
-        return 141
-    except DivergedError as error:
-        print(f"tinygrad-mha: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, TypeError, LookupError, ImportError, OSError) as error:
-        print(f"tinygrad-mha: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has read enough
+        with suppress(io.UnsupportedOperation):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its exit
+        return 141
+    except Exception as error:
+        with suppress(OSError):  # standard error may be closed
+            if args.debug:
+                traceback.print_exc()
+            print(f"tinygrad-mha: {describe_error(error)}", file=sys.stderr)
+        return 1 if isinstance(error, DivergedError) else 2
+
+
+def prepare_streams() -> None:
+    """Let the encoding of standard output replace characters that it lacks, and closed streams lead nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def describe_error(error: Exception) -> str:
+    """One line about an error: its message, with the path of an OSError, or its type where the message lacks sense."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    elif isinstance(error, MemoryError):
+        text = f"not enough memory: {text or 'choose smaller sizes'}"
+    elif not text or not isinstance(error, (ValueError, TypeError, ImportError, OSError, RuntimeError)):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
@@ -70,8 +108,24 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Call
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser.add_argument
+
+
+def natural(text: str) -> int:
+    """An integer of at least 0, as the type of an option."""
+    if re.fullmatch(r"[0-9]{1,18}", text) is None:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, as the type of an option."""
+    number = natural(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError("expected an integer of at least 1, got 0")
+    return number
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -81,7 +135,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Call
 def add_demo(commands: Any) -> None:
     option = add_command(commands, run_demo)
     option("--out", type=Path, default=Path("tinygrad-mha-demo"), metavar="DIR", help="default: %(default)s")
-    option("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
+    option("--steps", type=natural, default=STEPS, help="training steps (default: %(default)s)")
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -112,12 +166,12 @@ def add_train(commands: Any) -> None:
     )
     text = "default: tiny, or with --init finetune; cpu is nanoGPT's configuration for a CPU"
     option("--config", choices=sorted(PRESETS), help=text)
-    option("--steps", type=int, help="number of updates")
-    option("--seed", type=int, help="of weights, data, dropout and samples (default 0)")
+    option("--steps", type=natural, help="number of updates")
+    option("--seed", type=natural, help="of weights, data, dropout and samples (default 0)")
     text = f"any option of the configuration: {', '.join(list_option_names())}"
     option("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
     option("--resume", action="store_true", help="continue the run in DIR, or start it")
-    option("--workers", type=int, metavar="N", help="threads that share the rows of each batch (default 1)")
+    option("--workers", type=positive, metavar="N", help="threads that share the rows of each batch (default 1)")
     option("--quiet", action="store_true", help="print only the result")
     option("--json", action="store_true", help="print one JSON object per event")
 
@@ -172,13 +226,13 @@ def add_generate(commands: Any) -> None:
     option("folder", type=Path, metavar="DIR")
     option("--prompt", help="the text to continue; default: a line feed, or the first token of the vocabulary")
     option("--ids", nargs="+", type=int, metavar="ID", help="token ids to continue; then the output is ids too")
-    option("-n", "--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
+    option("-n", "--max-new-tokens", type=natural, default=200, metavar="N", help="default: %(default)s")
     option("--temperature", type=float, default=0.8, help="0 is greedy; default: %(default)s")
     option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
     option("--top-p", type=float, metavar="P", help="draw from the most probable tokens that sum to P")
     option("--stop", nargs="+", metavar="TEXT", help="stop after any of these")
     option("--no-eos", action="store_true", help="continue after the model's end of text")
-    option("--seed", type=int, help="the same seed draws the same text")
+    option("--seed", type=natural, help="the same seed draws the same text")
     option("--no-cache", action="store_true", help="read all tokens again for every token")
     text = "when the context is full: fail, or read the last block_size tokens for each token (default: %(default)s)"
     option("--on-full", choices=("error", "slide"), default="slide", help=text)
@@ -263,13 +317,13 @@ def add_graph(commands: Any) -> None:
         help=".svg .png .pdf .html or .dot; default: %(default)s",
     )
     option("--open", action="store_true", help="open the picture in a browser")
-    option("--depth", type=int, help="the number of open levels of modules (gpt: 1 unless given)")
+    option("--depth", type=natural, help="the number of open levels of modules (gpt: 1 unless given)")
     option("--no-values", action="store_true", help="names, shapes and formulas only")
     option("--backward", action="store_true", help="draw the computation of the gradients too")
     option("--ops", choices=("folded", "separate"), default="folded", help="default: %(default)s")
     option("--direction", choices=("TB", "LR"), default="TB", help="default: %(default)s")
     option("--shape", nargs="+", metavar="3x5", help="one shape for each input of a function")
-    option("--seed", type=int, default=0, help="of weights and inputs (default 0)")
+    option("--seed", type=natural, default=0, help="of weights and inputs (default 0)")
 
 
 def run_graph(args: argparse.Namespace) -> int:
@@ -284,6 +338,8 @@ def run_graph(args: argparse.Namespace) -> int:
       tinygrad-mha graph model.py:attention --shape 3x5 --backward
     """
     if args.target in SUBJECTS:
+        if args.shape:
+            raise ValueError("--shape needs a FILE.py:NAME")
         y = SUBJECTS[args.target](args.seed)
     elif ":" not in args.target:
         raise ValueError(f"expected {', '.join(SUBJECTS)} or FILE.py:NAME, got {args.target!r}")
@@ -314,10 +370,10 @@ def call_function(f: Callable[..., Any], args: argparse.Namespace) -> Any:
 def add_sentence(option: Callable[..., Any]) -> None:
     """Add the options of commands that compute the attention of a sentence."""
     option("sentence", help="words, separated by spaces, and Chinese characters (with --model: any text)")
-    option("--heads", type=int, default=2, help="default: %(default)s")
-    option("--widths", default="5x7x11", metavar="5x7x11", help="d_model x d_k x d_v; default: %(default)s")
+    option("--heads", type=positive, help="default: 2")
+    option("--widths", metavar="5x7x11", help="d_model x d_k x d_v; default: 5x7x11")
     option("--no-mask", action="store_true", help="every token may attend to all others")
-    option("--seed", type=int, default=0, help="of the random weights (default 0)")
+    option("--seed", type=natural, help="of the random weights (default 0)")
     option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
 
 
@@ -326,26 +382,36 @@ def read_sentence(args: argparse.Namespace) -> tuple[MultiHeadAttention, np.ndar
     words = split_words(args.sentence)
     if not words:
         raise ValueError("the sentence has no words")
-    widths = parse_shape(args.widths)
-    if len(widths) != 3:
-        raise ValueError(f"--widths must be d_model x d_k x d_v, such as 5x7x11, got {args.widths!r}")
+    if args.layer is not None:
+        raise ValueError("--layer is a layer of a trained model: give --model too")
+    heads, seed = args.heads or 2, args.seed or 0
+    if heads > MOST_HEADS:
+        raise ValueError(f"--heads must be at most {MOST_HEADS}, got {heads}")
+    widths = parse_shape(args.widths or "5x7x11")
+    if len(widths) != 3 or not all(1 <= width <= MOST_WIDTH for width in widths):
+        raise ValueError(
+            f"--widths must be d_model x d_k x d_v, from 1 to {MOST_WIDTH}, such as 5x7x11, got {args.widths!r}"
+        )
     d_model, d_k, d_v = widths
-    mha = MultiHeadAttention(d_model, args.heads, d_k, d_v, rng=args.seed).astype(np.float64)
-    return mha, embed_words(words, d_model, args.seed), words
+    mha = MultiHeadAttention(d_model, heads, d_k, d_v, rng=seed).astype(np.float64)
+    return mha, embed_words(words, d_model, seed), words
 
 
 def open_model_of_sentence(args: argparse.Namespace) -> tuple[GPT, Tokenizer]:
     """The trained model of --model, and its tokenizer."""
     if args.no_mask:
         raise ValueError("a GPT is causal: use --no-mask without --model")
+    given = [f"--{name}" for name in ("heads", "widths", "seed") if getattr(args, name) is not None]
+    if given:
+        raise ValueError(f"a trained model has heads, widths and weights of its own: leave {', '.join(given)} out")
     return open_model(args.model)
 
 
 def add_show(commands: Any) -> None:
     option = add_command(commands, run_show)
     add_sentence(option)
-    option("--layer", type=int, default=0, help="the layer of that model (default 0)")
-    option("--head", type=int, metavar="N", help="only this head, from 1")
+    option("--layer", type=natural, help="the layer of that model (default 0)")
+    option("--head", type=positive, metavar="N", help="only this head, from 1")
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -362,7 +428,7 @@ def run_show(args: argparse.Namespace) -> int:
         model, tokenizer = open_model_of_sentence(args)
         ids = tokenizer.encode(args.sentence)
         _, model_trace = model(ids, trace=True)
-        tg.show(model_trace, [tokenizer.decode([i]) for i in ids], layer=args.layer, head=args.head)
+        tg.show(model_trace, [tokenizer.decode([i]) for i in ids], layer=args.layer or 0, head=args.head)
         return 0
     mha, x, words = read_sentence(args)
     y, trace = mha(x, causal=not args.no_mask, trace=True)
@@ -388,7 +454,7 @@ def list_weights(mha: MultiHeadAttention, head: int | None) -> Iterator[Matrix]:
 def add_walkthrough(commands: Any) -> None:
     option = add_command(commands, run_walkthrough)
     add_sentence(option)
-    option("--layer", type=int, help="only the attention of this layer of that model (from 0)")
+    option("--layer", type=natural, help="only the attention of this layer of that model (from 0)")
     option("-o", "--out", type=Path, default=Path("walkthrough.html"), metavar="PAGE.html", help="default: %(default)s")
     option("--open", action="store_true", help="open the page in a browser")
     option("--lang", choices=("en", "zh"), default=guess_language(), help="of the page; here: %(default)s")
@@ -436,7 +502,7 @@ def add_gradcheck(commands: Any) -> None:
     option("target", nargs="?", metavar="FILE.py:NAME", help="a function, primitive or module of yours")
     option("--shape", nargs="+", metavar="3x5", help="one shape for each input, such as 3x5 5x7, or ()")
     option("--order", type=int, choices=(1, 2), default=2, help="the highest derivative (default 2)")
-    option("--seed", type=int, default=0, help="of inputs and cotangents (default 0)")
+    option("--seed", type=natural, default=0, help="of inputs and cotangents (default 0)")
     option("--json", action="store_true", help="print one JSON object per line")
 
 
@@ -520,7 +586,7 @@ def add_check(commands: Any) -> None:
     option("target", metavar="FILE.py:NAME", help="a function of x or of q, k, v; a module, or its class")
     option("--causal", action=argparse.BooleanOptionalAction, help="whether tokens must not depend on later ones")
     option("--shape", nargs="+", metavar="7x11", help="one shape for each input (default: small ones that fit)")
-    option("--seed", type=int, default=0, help="of weights and inputs (default 0)")
+    option("--seed", type=natural, default=0, help="of weights and inputs (default 0)")
     option("--json", action="store_true", help="print one JSON object")
 
 
@@ -564,7 +630,9 @@ def make_inputs(f: Any, args: argparse.Namespace) -> list[Any]:
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """3x5 -> (3, 5); () -> ()."""
-    try:
-        return tuple(int(n) for n in text.strip("()").replace(",", "x").split("x") if n.strip())
-    except ValueError:
-        raise ValueError(f"{text!r} is not a shape: write 3x5, or () for a number") from None
+    if re.fullmatch(r"\(?([0-9]+([x,][0-9]+)*,?)?\)?", text) is None or not text or text.endswith(","):
+        raise ValueError(f"{text!r} is not a shape: write 3x5, or () for a number")
+    shape = tuple(int(n) for n in re.findall("[0-9]+", text))
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ValueError(f"the shape {text} has {math.prod(shape):,} elements, more than {MOST_ELEMENTS:,}")
+    return shape

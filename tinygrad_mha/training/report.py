@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,25 @@ def open_report(show: Show, run: Run) -> Iterator[Callable[[Event], None]]:
         yield lambda event: print(json.dumps(event), flush=True)
     elif show == "bar":
         total = run.config.steps
-        with tqdm(total=total, initial=run.step, unit="step", dynamic_ncols=True, file=sys.stderr) as bar:
+        with tqdm(total=total, initial=run.step, unit="step", dynamic_ncols=True, file=Terminal()) as bar:
             yield Bar(bar)
     else:
         raise ValueError(f'show must be "bar", "json", "quiet" or a function, got {show!r}')
+
+
+class Terminal:
+    """Standard error. After it was closed it loses what is written, and the training goes on."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 class Bar:
@@ -53,11 +68,11 @@ class Bar:
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "start":
-            self.bar.write(event["computing"], file=sys.stderr)
+            self.bar.write(event["computing"], file=self.bar.fp)
             if event["note"]:
-                self.bar.write(f"note: {event['note']}", file=sys.stderr)
+                self.bar.write(f"note: {event['note']}", file=self.bar.fp)
         if event["event"] == "sample":
-            self.bar.write(f"--- step {event['step']} ---\n{event['text']}", file=sys.stderr)
+            self.bar.write(f"--- step {event['step']} ---\n{event['text']}", file=self.bar.fp)
         for name, text in FORMATS.items():
             if name in event:
                 self.shown[name] = text.format(event[name])
