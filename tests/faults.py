@@ -979,6 +979,295 @@ class NamesNothing(nn.Module):
         return self.d(nn.join_heads(ops.softmax(ops.where(nn.causal(x.shape[-2]), q @ k.mT, -np.inf)) @ v))
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Siblings of the faults above, in places where a formula is not known or a mask hides the difference
+
+
+class AlibiModule(PlainModule):
+    """ALiBi with slopes of its own in each head."""
+
+    def slopes(self):
+        return 2.0 ** (-8.0 * np.arange(1, 4) / 3)
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        distance = np.arange(m - n, m)[:, None] - np.arange(m)
+        bias = (-self.slopes()[:, None, None] * distance).astype(q.dtype)
+        allow = nn.allow_past(q, k, key_allow)
+        scores = self.score(q, k, bias)
+        return ops.softmax(scores if allow is None else ops.where(allow, scores, -np.inf))
+
+    def score(self, q, k, bias):
+        return q @ k.mT / q.shape[-1] ** 0.5 + bias
+
+
+variant(*X)(AlibiModule)
+
+
+@fault("positions.*sign.*far", *X)
+class AlibiModulePrefersTheFar(AlibiModule):
+    def slopes(self):
+        return -super().slopes()
+
+
+@fault("positions.*slopes.*order", *X)
+class AlibiSlopesReversed(AlibiModule):
+    def slopes(self):
+        return nn.positions.alibi_slopes(3)[::-1]
+
+
+@fault("positions.*before the division", *X)
+class AlibiAddedBeforeTheScale(AlibiModule):
+    def slopes(self):
+        return nn.positions.alibi_slopes(3)
+
+    def score(self, q, k, bias):
+        return (q @ k.mT + bias) / q.shape[-1] ** 0.5
+
+
+@fault("scale: the scores are not divided", *X)
+class AlibiWithoutScale(AlibiModule):
+    def score(self, q, k, bias):
+        return q @ k.mT + bias
+
+
+@fault("heads.*(copied|another head)", *X)
+class CopiesTheFirstHead(PlainModule):
+    def join(self, z):
+        return super().join(ops.concat(*[z[..., :1, :, :]] * 3, axis=-3))
+
+
+@fault("heads.*(copied|another head)", *X)
+class CopiesTheSecondHead(PlainModule):
+    def join(self, z):
+        return super().join(ops.concat(*[z[..., 1:2, :, :]] * 3, axis=-3))
+
+
+@fault("heads.*(copied|another head)", *X)
+class CopiesAHeadOfALinearAttention(PlainModule):
+    def weigh(self, q, k, key_allow):
+        allow = nn.allow_past(q, k, key_allow)
+        weights = ops.sigmoid(q @ k.mT / q.shape[-1] ** 0.5)
+        return weights if allow is None else ops.where(allow, weights, 0.0)
+
+    def join(self, z):
+        return super().join(ops.concat(*[z[..., :1, :, :]] * 3, axis=-3))
+
+
+@fault("heads.*another head", (3, 5, 7), (3, 5, 7), (3, 5, 7))
+def one_head_for_all(q, k, v):
+    y = softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+    return np.broadcast_to(y[..., :1, :, :], y.shape).copy() if y.ndim > 2 else y
+
+
+@fault("heads.*reverse", *X)
+class JoinsInReverse(PlainModule):
+    def join(self, z):
+        return super().join(z[..., ::-1, :, :])
+
+
+@fault("softmax.*sum", *X)
+class ForgetsTheSum(PlainModule):
+    def weigh(self, q, k, key_allow):
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        allow = nn.allow_past(q, k, key_allow)
+        return ops.exp(scores) * (1.0 if allow is None else allow.astype(scores.dtype))
+
+
+@fault("softmax.*set to 0", causal=True)
+def scores_times_mask(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(scores * np.tri(n, m, m - n, dtype=q.dtype)) @ v
+
+
+@fault("constant|finite")
+def scaled_after_the_mask(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    scores = np.where(np.tri(n, m, m - n, dtype=bool), q @ k.swapaxes(-1, -2), -1e4) / math.sqrt(q.shape[-1])
+    return softmax(scores) @ v
+
+
+@fault("padding", *X)
+class HidesQueriesThatArePadding(PlainModule):
+    """The padding mask is on the axis of the queries."""
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        allow = np.tri(n, m, m - n, dtype=bool)
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, -n:, None]
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("padding", *X)
+class HidesThePaddingOfTheFirstRowOnly(PlainModule):
+    """The padding mask is on the axis of the heads: with as many rows as heads it fits."""
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        allow = np.tri(n, m, m - n, dtype=bool)
+        if key_allow is not None:
+            allow = allow & np.concatenate([key_allow, np.ones_like(key_allow).repeat(3, 0)])[:3][None, :, None, :]
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("positions.*other pairs", *X)
+class RotatesOtherPairsOfKeys(Rotated):
+    def project(self, x, positions):
+        q, k, v = PlainModule.project(self, x, positions)
+        order = [0, 2, 1, 3]  # neighbours become halves, and back
+        return self.turn(q, positions), self.turn(k[..., order], positions)[..., order], v
+
+
+@fault("positions.*frequencies", *X)
+class RotatesWithHalfTheExponent(Rotated):
+    def turn(self, z, positions, sign=1):
+        d = z.shape[-1]
+        angles = positions[..., None] * 10000.0 ** (-np.arange(d // 2) / d)
+        if angles.ndim == 3:
+            angles = angles[:, None]
+        cos, sin = np.cos(angles).astype(z.dtype), np.sin(angles).astype(z.dtype)
+        a, b = z[..., : d // 2], z[..., d // 2 :]
+        return ops.concat(a * cos - b * sin, b * cos + a * sin, axis=-1)
+
+
+@fault("positions.*only the queries", *X)
+class RotatesQueriesOnly(Rotated):
+    def project(self, x, positions):
+        q, k, v = PlainModule.project(self, x, positions)
+        return self.turn(q, positions), k, v
+
+
+@fault("heads.*tiled", *X)
+class TilesSharedKeys(PlainModule):
+    n_head, n_kv_head = 4, 2
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.default_rng(4)
+        self.k_proj, self.v_proj = nn.Linear(12, 6, rng=rng), nn.Linear(12, 6, rng=rng)
+
+    def project(self, x, positions):
+        q = self.split(self.q_proj(x))
+        k, v = (z.reshape(*z.shape[:-1], 2, -1).swapaxes(-2, -3) for z in (self.k_proj(x), self.v_proj(x)))
+        return q, *(ops.concat(z, z, axis=-3) for z in (k, v))
+
+    def forward(self, x, key_allow=None):
+        return super().forward(x, None, None, key_allow)
+
+
+@fault("float16")
+def through_float16(q, k, v):
+    half = (z.astype(np.float16).astype(z.dtype) for z in (q, k))
+    q, k = half
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+@fault("float16")
+def float16_for_float32_only(q, k, v):
+    """The path of a mixed precision that nobody asked for."""
+    dtype = q.dtype
+    if dtype == np.float32:
+        q, k, v = (z.astype(np.float16) for z in (q, k, v))
+    return (softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v).astype(dtype)
+
+
+@fault("in place", *X)
+class AddsToItsInput(PlainModule):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        y = super().forward(x, cache, positions, key_allow)
+        x.data[...] = x.data + 1.0
+        return y
+
+
+KEPT: dict[Any, np.ndarray] = {}
+
+
+@fault("k is not used")
+def remembers_the_keys_of_a_shape(q, k, v):
+    k = KEPT.setdefault((k.shape, k.dtype), k)
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) @ v
+
+
+@fault("batch", *X)
+class BiasOverTheBatch(PlainModule):
+    """A bias for each head stands on the axis of the batch: with as many rows as heads it fits."""
+
+    def weigh(self, q, k, key_allow):
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        bias = (np.arange(3.0)[:, None, None] * np.arange(k.shape[-2])).astype(q.dtype)
+        scores = scores + (bias[:, None] if scores.ndim == 4 and len(scores) == 3 else bias)
+        allow = nn.allow_past(q, k, key_allow)
+        return ops.softmax(scores if allow is None else ops.where(allow, scores, -np.inf))
+
+
+@fault("all rows of the result are the same", *X)
+class LastTokenOnly(PlainModule):
+    """Each row is that of the last token."""
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        y = super().forward(x, cache, positions, key_allow)
+        return ops.concat(*[y[..., -1:, :]] * y.shape[-2], axis=-2)
+
+
+@fault("window", *X)
+class WindowOfOneLess(PlainModule):
+    window = 3
+
+    def weigh(self, q, k, key_allow):
+        allow = nn.allow_past(q, k, key_allow, self.window - 1)
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("window", *X)
+class IgnoresItsWindow(PlainModule):
+    window = 3
+
+
+@fault("scale: .*all columns", *X)
+class PerHeadScaledByModelWidth(nn.Module):
+    """A list of heads with matrices of their own, as in tutorials."""
+
+    class Head(nn.Module):
+        def __init__(self, rng):
+            self.query, self.key, self.value = (nn.Linear(12, 4, bias=False, rng=rng) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = self.query(x), self.key(x), self.value(x)
+            scores = q @ k.mT * x.shape[-1] ** -0.5
+            return ops.softmax(ops.where(nn.causal(x.shape[-2]), scores, -np.inf)) @ v
+
+    def __init__(self):
+        rng = np.random.default_rng(6)
+        self.heads = [self.Head(rng) for _ in range(3)]
+        self.proj = nn.Linear(12, 12, rng=rng)
+
+    def forward(self, x):
+        return self.proj(ops.concat(*[head(x) for head in self.heads], axis=-1))
+
+
+@variant(*X)
+class PerHead(PerHeadScaledByModelWidth):
+    class Head(PerHeadScaledByModelWidth.Head):
+        def forward(self, x):
+            q, k, v = self.query(x), self.key(x), self.value(x)
+            return ops.softmax(ops.where(nn.causal(x.shape[-2]), q @ k.mT * 0.5, -np.inf)) @ v
+
+
+@variant(*X)
+class TalkingHeads(PlainModule):
+    """The weights of all heads are mixed (arXiv:2003.02436)."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = tg.Tensor(np.random.default_rng(5).standard_normal((3, 3)), requires_grad=True)
+
+    def weigh(self, q, k, key_allow):
+        weights = super().weigh(q, k, key_allow)
+        return ops.einsum("gh,...hij->...gij", self.mix.astype(weights.dtype), weights)
+
+
 def make_wrong_softmax():
     """A primitive whose rule leaves out the sum over the row."""
     before = dict(ops.REGISTRY)

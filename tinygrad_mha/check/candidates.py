@@ -15,7 +15,7 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,14 @@ class Candidate:
     def has_batch(self) -> bool:
         """Whether it is given a batch where keys are padded: a function of q, k and v for one head is not."""
         return self.takes_rows or self.module is not None
+
+    def as_batch(self, inputs: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The inputs as a batch of one, if `has_batch` and they are none."""
+        return tuple(x[None] if x.ndim == 2 and self.has_batch else x for x in inputs)
+
+    def share(self, tensor: Any) -> np.ndarray:
+        """The array of a parameter, which shares memory with it."""
+        return np.asarray(tensor.detach().numpy() if self.library == "torch" else tensor.data)
 
     def states_causal(self) -> bool | None:
         """Whether it says that it is causal: by an attribute, the default of an argument, or by taking a cache."""

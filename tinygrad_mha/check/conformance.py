@@ -7,8 +7,8 @@ Axes: T tokens, T_q queries, T_k keys, C width, d_k, d_v widths of a key and a v
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from tinygrad_mha.check.candidates import Candidate, CandidateError
 from tinygrad_mha.check.claims import (
     CLAIMS,
+    BrokenError,
     Check,
     Facts,
     Inputs,
@@ -24,7 +25,7 @@ from tinygrad_mha.check.claims import (
     check_determinism,
     measure_influence,
 )
-from tinygrad_mha.check.formulas import CLOSE, FAULTS, Formula, Reference, is_equal
+from tinygrad_mha.check.formulas import CLOSE, FAULTS, Reference, is_equal
 from tinygrad_mha.check.verdict import Finding, Verdict
 
 __all__ = ["attention"]
@@ -68,122 +69,100 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
 
 def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
     """Try all claims."""
-    finding = check_determinism(c)
+    facts = Facts(seed, causal, np.ones((1, 1), dtype=bool))
+    finding = try_claim(check_determinism, c, facts)
     yield finding
     if finding.status == "failed":
         return
     if not np.isfinite(c(*c.inputs)).all():
         raise CandidateError("it returned nan or infinity for small inputs")
-    facts = Facts(seed, causal, measure_influence(c, c.inputs, seed) > CLOSE)
-    finding = check_causality(c, c.inputs, facts)
-    facts.is_causal = facts.stated = finding.status != "does not apply"
-    facts.leaks = finding.status == "failed"
-    by_formula = list(check_formula(c, facts))  # a fault that is known to the digit explains what else failed
-    yield from (found for found in by_formula if found.status == "failed")
-    yield with_example(c, finding, check_causality, facts)
+    facts.see = measure_influence(c, c.inputs, seed) > CLOSE
+    causality = try_claim(check_causality, c, facts)
+    facts.is_causal = facts.stated = causality.status != "does not apply"
+    facts.leaks = causality.status == "failed"
+    facts.match = Reference(c).identify(c.inputs, facts.see)
+    by_formula = list(compare_formula(c, facts))
+    known = [finding for finding in by_formula if finding.status == "failed"]
+    yield from known  # a fault that is known to the digit explains what else failed
+    yield causality
     for check in CLAIMS:
-        name = check.__name__.removeprefix("check_")
-        try:
-            yield with_example(c, check(c, c.inputs, facts), check, facts)
-        except NotApplicableError as reason:
-            yield Finding(name, "does not apply", str(reason))
-        except CandidateError as error:
-            yield Finding(name, "failed", str(error), "an option or input that it should take cannot be used")
-    yield from (found for found in by_formula if found.status != "failed")
+        finding = try_claim(check, c, facts)
+        if finding.name not in {other.name for other in known}:
+            yield finding
+    yield from (finding for finding in by_formula if finding not in known)
     if c.printed:
         text = f"it prints while it runs, which is not shown; the first line is {c.printed.splitlines()[0]!r}"
         yield Finding("output", "does not apply", text)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The formula
+def try_claim(check: Check, c: Candidate, facts: Facts, name: str = "") -> Finding:
+    """The finding of a claim; a failed one with the smallest inputs for which it fails for the same cause."""
+    name = name or check.__name__.removeprefix("check_")
+    try:
+        return Finding(name, "passed", check(c, c.inputs, facts))
+    except NotApplicableError as reason:
+        return Finding(name, "does not apply", str(reason))
+    except CandidateError as error:
+        return Finding(name, "failed", str(error), "an option or input that it should take cannot be used")
+    except BrokenError as first:
+        broken, inputs = find_smallest(check, c, facts, first)
+    example = dict(zip(["x"] if c.takes_rows else ["q", "k", "v"], inputs, strict=True))
+    return Finding(name, "failed", str(broken), broken.cause, example, broken.details)
 
 
-def check_formula(c: Candidate, facts: Facts) -> Iterator[Finding]:
+def compare_formula(c: Candidate, facts: Facts) -> Iterator[Finding]:
     """What only a comparison with the formula shows: scale, softmax, heads, roles, positions, residual."""
-    bias = measure_bias(c, facts) if not c.takes_rows and c.module is None else None
-    names = dict.fromkeys(["scale", *(name for name, _, _ in FAULTS if name != "causality")])
-    reference, y = Reference(c), c(*c.inputs)
-    formula, claim, cause = reference.identify(c.inputs, y, facts.see, 0.0 if bias is None else bias)
-    if formula is None and bias is not None:
-        formula, claim, cause = reference.identify(c.inputs, y, facts.see)
-    if bias is not None and not claim and prefers_far(bias, facts.see):
-        claim, cause = "positions", "the slope of the distances (ALiBi) has the wrong sign: far keys get more weight"
-    if claim and formula is not None:
-        correct = Formula(formula.n_head, rotary=formula.rotary)
+    match = facts.match
 
-        def differs(c: Candidate, inputs: Inputs, facts: Facts) -> Finding:
-            n, m = inputs[0].shape[-2], inputs[-1].shape[-2]
-            expected = reference.compute(correct, inputs, facts.see[:n, :m])
-            status = "passed" if is_equal(expected, c(*inputs)) else "failed"
-            return Finding(claim, status, "", cause)  # type: ignore[arg-type]
+    def check_match(c: Candidate, inputs: Inputs, facts: Facts) -> str:
+        y, see = c(*inputs), facts.see[: inputs[0].shape[-2], : inputs[-1].shape[-2]]
+        text = "far keys get other weights than they should"
+        if match.n is None:
+            text = "the result equals the formula with this one change, and not the formula"
+            with contextlib.suppress(ValueError):  # the output projection has the width of one head
+                if is_equal(Reference(c).compute(match.correct, inputs, see), y):
+                    return ""
+        raise BrokenError(text, match.cause)
 
-        text = "the result equals the formula with this one change, and not the formula"
-        yield with_example(c, Finding(claim, "failed", text, cause), differs, facts)
-    for name in names:
-        if name == claim:
-            continue
-        if formula is None:
+    for name in sorted(({"scale", *FAULTS} - {"causality", "heads"}) | {match.claim} - {""}):
+        if name == match.claim:
+            yield try_claim(check_match, c, facts, name)
+        elif match.formula is None:
             reason = "neither softmax(Q K^T / sqrt(d_k)) V nor one of its known faults: no formula to compare with"
             yield Finding(name, "does not apply", reason)
         else:
-            heads = f" in {formula.n_head} heads" if formula.n_head > 1 else ""
-            rotary = ", rotary" if formula.rotary else ""
-            yield Finding(name, "passed", f"as in softmax(Q K^T / sqrt(d_k)) V{heads}{rotary}")
-
-
-def measure_bias(c: Candidate, facts: Facts) -> np.ndarray | None:
-    """What is added to the scores of a function of q, k and v, (..., T_q, T_k): with q = 0 there is nothing else."""
-    q, k, v = c.inputs
-    if v.shape[-1] < v.shape[-2] or len({x.shape[:-2] for x in c.inputs}) > 1:
-        return None
-    weights = c(np.zeros_like(q), k, v) @ np.linalg.pinv(v)
-    if weights.shape[-2:] != facts.see.shape or not (weights[..., facts.see] > 0).all():
-        return None
-    bias = np.log(np.where(facts.see & (weights > 0), weights, 1.0))
-    return bias - bias.max(axis=-1, keepdims=True)
-
-
-def prefers_far(bias: np.ndarray, see: np.ndarray) -> bool:
-    """Whether the bias of the last query falls by the same amount with each key towards the latest."""
-    steps = np.diff(bias[..., -1, :][..., see[-1]])
-    return bool(steps.size > 1 and np.ptp(steps) < CLOSE and steps.max() < -CLOSE)
+            heads = f" in {match.formula.n_head} heads" if match.formula.n_head > 1 else ""
+            scores = "Q K^T / sqrt(d_k)" if match.n is None else "Q K^T / sqrt(d_k) + bias"
+            rotary = ", rotary" if match.formula.pairing else ""
+            yield Finding(name, "passed", f"as in softmax({scores}) V{heads}{rotary}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Examples
 
 
-def with_example(c: Candidate, finding: Finding, check: Check, facts: Facts) -> Finding:
-    """A failed finding with the smallest inputs for which the check fails for the same cause."""
-    if finding.status != "failed":
-        return finding
-    inputs = c.inputs
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for smaller in simplify(inputs, has_free_width=c.module is None):
+def find_smallest(check: Check, c: Candidate, facts: Facts, first: BrokenError) -> tuple[BrokenError, Inputs]:
+    """The smallest inputs for which the check fails for the same cause, with what it then says."""
+    broken, inputs = first, c.inputs
+    choices = simplify(inputs, has_free_width=c.module is None)
+    while (smaller := next(choices, None)) is not None:
+        with contextlib.suppress(Exception):  # inputs that it cannot have
             try:
-                found = check(c, smaller, facts)
-            except Exception:  # inputs that it cannot have
-                continue
-            if found.status == "failed" and found.cause == finding.cause:
-                inputs, is_smaller = smaller, True
-                finding = replace(finding, message=found.message or finding.message)
-                break
-    names = ["x"] if c.takes_rows else ["q", "k", "v"]
-    return replace(finding, example=dict(zip(names, inputs, strict=True)))
+                check(c, smaller, facts)
+            except BrokenError as found:
+                if found.cause == first.cause:
+                    broken, inputs = found, smaller
+                    choices = simplify(inputs, has_free_width=c.module is None)
+    return broken, inputs
 
 
 def simplify(inputs: Inputs, has_free_width: bool) -> Iterator[Inputs]:
     """Smaller inputs: fewer tokens, then fewer columns, then round numbers."""
-    n = min(x.shape[-2] for x in inputs)
-    for t in range(1, n):
+    for t in range(1, min(x.shape[-2] for x in inputs)):
         yield tuple(x[..., :t, :] for x in inputs)
-    if has_free_width:
-        for width in range(1, min(x.shape[-1] for x in inputs)):
-            yield tuple(x[..., :width] for x in inputs)
+    for width in range(1, min(x.shape[-1] for x in inputs) if has_free_width else 0):
+        yield tuple(x[..., :width] for x in inputs)
     for digits in (0, 1):
         rounded = tuple(np.round(x, digits) + 0.0 for x in inputs)  # no -0.0
-        if not all(np.array_equal(x, np.round(x, digits)) for x in inputs):
+        if not all(map(np.array_equal, inputs, rounded)):
             yield rounded
