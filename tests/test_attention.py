@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tinygrad_mha import Tensor, gradcheck, hvp, nn, no_grad, ops
-from tinygrad_mha.nn.positions import alibi, alibi_slopes, as_position, relative_buckets, rotary, sinusoidal
+from tinygrad_mha.nn.positions import Position, alibi, alibi_slopes, as_position, relative_buckets, rotary, sinusoidal
 
 B, H, T_Q, T_K, D_K, D_V = 2, 3, 5, 7, 11, 13
 
@@ -971,6 +971,17 @@ def test_an_empty_batch_passes():
     x = np.zeros((0, 3, 5), np.float32)
     masks = {"key_allow": np.ones((0, 3), bool), "allow": np.ones((0, 3, 3), bool), "causal": True}
     assert mha(x, **masks).shape == mha.per_head(x, **masks).shape == (0, 3, 5)
+
+
+def test_a_scheme_in_an_attention_is_made_for_any_number_of_tokens():
+    class Seen(Position):
+        def initialize(self, n_head, d_model, block_size, rng):
+            sizes.append((n_head, d_model, block_size))
+            return self
+
+    sizes = []
+    nn.MultiHeadAttention(5, 3, d_k=2, position=Seen())
+    assert sizes == [(3, 5, 0)]
 
 
 def test_cross_attention_refuses_a_positional_scheme():

@@ -431,6 +431,27 @@ def test_heads_that_are_changed_before_they_are_shown_are_written_head_by_head()
     assert shown["∂gain_2"].startswith("∂gain_2 = sum( ∂Q_2 * tanh( X @ W_Q2 )")
 
 
+def test_heads_of_a_matrix_that_is_no_product_are_its_columns():
+    class Scaled(nn.Module):
+        def __init__(self, linear):
+            self.linear = linear
+            self.gain = tg.Tensor(np.arange(1, 7, dtype=np.float32), requires_grad=True, name="gain")
+
+        def forward(self, x):
+            return self.linear(x) * self.gain
+
+    class Own(Linear):
+        def __init__(self, config, rng):
+            super().__init__(config, rng)
+            self.q = Scaled(self.q)
+
+    model, ids = make(Own), [3, 1, 4, 1, 5]
+    page = tg.walkthrough(model, ids, layer=1)
+    _, trace = model(ids, trace=True)
+    np.testing.assert_allclose(values_of(page)["Q_2"], trace.attention[1].q.data[1], rtol=1e-5)
+    assert equations(page, head=1)["Q_2"].replace(" ", "").endswith("*gain)[:,3:6]")
+
+
 @pytest.mark.parametrize("n_head", [1, 2, 3])
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_a_learned_parameter_below_another_operation_is_shown_with_its_value_and_gradient(n_head, is_joint, rng):
