@@ -142,6 +142,7 @@ def test_brackets_appear_only_where_they_are_needed():
         (a @ c * 0.25, "scaled: a @ c / 4"),
         (a @ c * 11**-0.5, "scaled: a @ c / √11"),
         (a @ c * 0.3, "0.3 · (a @ c)"),
+        ((a @ b @ c) * 0.1, "0.1 · (matmul @ c)"),
     ):
         assert " ".join(boxes(tg.graph(y))["output"].lines).removeprefix("output: ") == formula
 
@@ -1163,6 +1164,37 @@ def test_heads_and_their_matrices_keep_their_order(heads, options):
             place[words[0].text] = float(words[0].get("y" if "direction" in options else "x"))
     expected = [f"{name}_{i + 1}" for i in range(heads) for name in "QKV"]
     assert sorted(expected, key=place.__getitem__) == expected
+
+
+def test_a_picture_is_a_mermaid_flowchart():
+    y = two_heads()
+    text = tg.graph(y, names={'end "]<b>': y}).mermaid
+    assert text.startswith("flowchart TB\n")
+    assert text.count("subgraph ") == text.count("\n  end") == 2
+    assert "<b>end #34;]#60;b#62;</b> 3×5" in text
+    nodes = set(re.findall(r"^ *(t\d+)[\[(]", text, re.MULTILINE))
+    arrows = re.findall(r"^  (\w+) -->(?:\|.*?\|)? (\w+)$", text, re.MULTILINE)
+    assert len(nodes) == 22
+    assert len(arrows) == 26
+    assert {end for arrow in arrows for end in arrow} <= nodes
+
+
+def test_the_operands_of_attention_are_named():
+    graph = tg.graph(gpt(n_layer=1)(IDS))
+    assert [edge.label for edge in graph.picture.edges if edge.label in "QKV" and edge.label] == ["Q", "K", "V"]
+
+
+def test_purple_means_attention_weights():
+    graph = tg.graph(gpt(n_layer=1)(IDS), expand="attention")
+    assert titles(graph)[[node.kind for node in graph.picture.nodes].index("attention")] == "weights"
+    for options in ({"depth": 1}, {"depth": 2}, {"depth": None}):
+        assert "attention" not in {node.kind for node in tg.graph(gpt(n_layer=1)(IDS), **options).picture.nodes}
+
+
+def test_a_box_has_the_name_of_the_operation_that_made_it():
+    c, d = (tg.Tensor(np.ones((2, 3)), requires_grad=True, name=name) for name in "cd")
+    squares = (c - d) ** 2
+    assert titles(tg.graph(squares @ squares.T)) == ["c", "d", "pow", "output"]
 
 
 def test_names_of_a_notebook_cell_replace_those_with_an_underscore():

@@ -1,8 +1,11 @@
 """Every installed Graphviz draws every box, broken ones are skipped, and files are written whole or not at all."""
 
 import os
+import re
 import sys
 import textwrap
+import time
+from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,8 +15,9 @@ import pytest
 from test_graph import IDS, ODD_NAMES, boxes, gpt, swept, two_heads
 
 import tinygrad_mha as tg
-from tinygrad_mha import ops
+from tinygrad_mha import modes, nn, ops
 from tinygrad_mha.viz import NoEngineError
+from tinygrad_mha.viz.diagram import closing
 from tinygrad_mha.viz.diagram import graphviz_engines as render
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -361,6 +365,93 @@ def test_a_browser_shows_the_page_without_errors(engine, tmp_path):
         assert chrome.get_log("browser") == []
     finally:
         chrome.quit()
+
+
+def test_a_page_opens_and_closes_modules_and_finds_names(tmp_path):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+    import shutil
+
+    driver, browser = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+    if driver is None or browser is None:
+        pytest.skip("no Chromium with its driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=900,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    model = nn.GPT(nn.GPTConfig(vocab_size=13, block_size=7, n_layer=2, n_head=2, n_embd=6), seed=0)
+    page = tg.graph(model([[1, 2, 3]]).named("<b>logits")).save(tmp_path / "x.html")
+    assert page.stat().st_size < 600_000
+    assert "http:" not in re.sub(r"http://www\.w3\.org/\S+", "", page.read_text("utf-8"))
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+    def wait_for(state):
+        script = "return document.body.dataset.state"
+        deadline = time.monotonic() + 5
+        while chrome.execute_script(script) != state and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert chrome.execute_script(script) == state
+        return chrome.execute_script("return [...document.querySelectorAll('.node text')].map(t => t.textContent)")
+
+    try:
+        chrome.get(page.as_uri())
+        chrome.find_element("css selector", "[data-state=none]").click()
+        assert "wte.weight" not in wait_for("none")
+        chrome.find_element("css selector", "g.node[role=button]").send_keys("\n")  # by keyboard: GPT, then its blocks
+        assert any("×2" in text for text in wait_for("cluster_0"))
+        block = chrome.find_elements("css selector", "g.node[role=button]")[0]
+        chrome.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", block)
+        assert "ln_1.weight" in wait_for("cluster_1")
+        chrome.find_element("id", "find").send_keys("gelu\n")
+        assert "gelu" in wait_for("cluster_3")
+        assert len(chrome.find_elements("css selector", ".found")) == 1
+        chrome.find_element("css selector", "g.cluster[role=button]").send_keys("\n")
+        assert "wte.weight" not in wait_for("none")
+        assert chrome.get_log("browser") == []
+    finally:
+        chrome.quit()
+
+
+def test_every_state_of_a_page_closes_what_it_says():
+    model = nn.GPT(nn.GPTConfig(vocab_size=13, block_size=7, n_layer=2, n_head=2, n_embd=6), seed=0)
+    picture = tg.graph(model([[1, 2, 3]]), depth=None).picture
+    frames = {cluster.id for cluster in picture.clusters}
+    for closed in closing.list_states(picture, 40).values():
+        drawn = closing.close_frames(picture, closed)
+        ids = {node.id for node in drawn.nodes}
+        assert {cluster.id for cluster in drawn.clusters}.isdisjoint(closed)
+        assert ids & frames <= closed
+        assert all({edge.source, edge.target} <= ids for edge in drawn.edges)
+        assert {node.cluster for node in drawn.nodes} <= {None, *(cluster.id for cluster in drawn.clusters)}
+    assert closing.close_frames(picture, set()) == picture
+
+
+def test_text_is_no_reference():
+    x = tg.Tensor([1.0], requires_grad=True, name="url(#x)")
+    svg = tg.graph((x * 2).named('<g a="url(#x)" href="#y">')).svg()
+    assert escape('<g a="url(#x)" href="#y">') in svg
+    assert ">url(#x)<" in svg
+    assert "#e8f2fd" in svg  # colours are no references either
+
+
+def test_names_of_any_length_are_drawn():
+    x = tg.Tensor([1.0], requires_grad=True, name="<B>" * 9_000)
+    with modes.scope(nn.Scope("m" * 17_000)):
+        y = (x * 2).named("y" * 17_000) * x
+    assert "yyy…yyy" in tg.graph(y).svg()
+
+
+def test_a_picture_that_graphviz_refuses_is_no_missing_program():
+    with pytest.raises(ValueError, match="Graphviz refuses this picture"):
+        render.render("digraph { a [ }", "svg", ["a"])
+
+
+def test_a_large_png_is_limited_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(render, "MOST_PIXELS", 500)
+    with pytest.warns(UserWarning, match="limited to 500 pixels a side"):
+        path = tg.graph(two_heads()).save(tmp_path / "x.png")
+    width, height = (int.from_bytes(path.read_bytes()[i : i + 4], "big") for i in (16, 20))
+    assert max(width, height) <= 510
 
 
 def test_the_title_of_a_page_is_the_name_of_the_output(engine, tmp_path):

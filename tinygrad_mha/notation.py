@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -200,7 +201,9 @@ def write_scale(c: Call) -> Formula:
         return c.x
     if by == -1:
         return write_neg(c)
-    exact = divide(c.x, 1 / by) if by else None
+    # 0.25 is written as a division by 4, and 0.1 as it is: it is shorter than that.
+    is_decimal = len(repr(float(by))) < 5 and math.frexp(by)[0] != 0.5
+    exact = None if is_decimal or not by else divide(c.x, 1 / by)
     n = radicand(by)
     factor = f"√{n}" if n is not None and by % 1 else write_number(by)
     return exact or Formula(f"{factor} · {c.x.within(SIGN)}", PRODUCT)

@@ -93,9 +93,7 @@ def write_lines(layout: Layout, titles: dict[Value, str], value: Value, title: s
 def frame_node(layout: Layout, frame: Frame, id: str) -> Node:
     """The box of a closed module."""
     results = layout.results(frame)
-    kind: Kind = "attention" if computes_attention(layout, frame) else "op"
-    if any(v in layout.run.roots for v in results):
-        kind = "output"
+    kind: Kind = "output" if any(v in layout.run.roots for v in results) else "op"
     shapes = dict.fromkeys(write_shape(v.array.shape) for v in results)
     node = Node(id, kind, frame_title(layout, frame), ", ".join(shapes))
     node.lines = [describe_frame(layout, frame)]
@@ -111,14 +109,6 @@ def frame_node(layout: Layout, frame: Frame, id: str) -> Node:
         node.gradient = show_gradient(layout, result)
     node.tooltip = f"{frame.path or frame.class_name}: {len(layout.modules.contents(frame))} tensors"
     return node
-
-
-def computes_attention(layout: Layout, frame: Frame) -> bool:
-    """Whether a module says so, or the operations directly in it do."""
-    members = layout.modules.members[frame]
-    return frame.scope.is_attention or any(
-        v.has_kind("attention") or layout.modules.kinds[v] == "attention" for v in members
-    )
 
 
 def describe_frame(layout: Layout, frame: Frame) -> str:
@@ -189,7 +179,8 @@ def draw_edges(layout: Layout) -> list[Edge]:
         if value.op is None or value in layout.inlined or target is None:
             continue
         residual = find_residual(layout, value) if isinstance(target, Value) else None
-        for source in layout.operands(value):
+        arguments = list_attention_arguments(layout, value)
+        for i, source in enumerate(layout.operands(value)):
             start = layout.box(source)
             if start is None or start is target or joins_repetitions(layout, source, value):
                 continue
@@ -203,6 +194,7 @@ def draw_edges(layout: Layout) -> list[Edge]:
                 if closed or value.backward or source in layout.stands_for or value in layout.stands_for:
                     continue  # says nothing new; in `x * x` a second arrow does
             edge = Edge(*ends, *edge_kind(layout, source, value, start, source is residual))
+            edge.label = edge.label or (arguments[i] if i < len(arguments) else "")
             first.setdefault(ends, edge)
             edges.append(edge)
     for ends, times in repeated.items():
@@ -229,6 +221,18 @@ def edge_kind(layout: Layout, source: Value, value: Value, start: Value | Frame,
     if kind == "parameter":
         return "parameter", "tied" if isinstance(start, Frame) else ""
     return ("input" if kind == "input" else "data"), ""
+
+
+def list_attention_arguments(layout: Layout, value: Value) -> list[str]:
+    """Q, K and V, for each of the operands that attention takes as such; of other values nothing."""
+    if value.op is None or not value.has_kind("attention"):
+        return []
+    names = []
+    for i, x in enumerate(value.inputs):
+        if isinstance(x, Value):
+            name = value.op.argument_name(i).upper() if value.op.role(i) == "data" else ""
+            names += [name] * (len(layout.operands(x)) if x in layout.inlined else 1)
+    return names
 
 
 def find_residual(layout: Layout, value: Value) -> Value | None:

@@ -28,7 +28,7 @@ def write_formula(layout: Layout, titles: dict[Value, str], value: Value) -> str
         source = source.sources[0]
     unchanged = {shorten(titles[v], LONGEST_OPERAND) for v in source.sources[:1]}
     if value.has_kind(*RESHAPING) and formula.text in unchanged:
-        return f"{formula.text}, rearranged"
+        return f"{formula.text}, {'rearranged' if value.array.size == source.sources[0].array.size else 'broadcast'}"
     return ", ".join(formula.remarks) + ": " + formula.text if formula.remarks else formula.text
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shutil
@@ -18,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import graphviz  # type: ignore[import-untyped]
@@ -31,6 +35,7 @@ __all__ += ["make_cell", "make_page", "make_standalone"]
 
 FORMATS = ("svg", "png", "pdf")
 PNG_DPI = 144
+MOST_PIXELS = 8000  # of the width and of the height of a PNG
 PROBE_SECONDS = 5.0
 LAYOUT_SECONDS = 120.0
 
@@ -54,6 +59,10 @@ class EngineFailedError(Exception):
     """The reason why one engine cannot be used."""
 
 
+class DrawingError(ValueError):
+    """Graphviz works, but refuses this picture."""
+
+
 def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") -> bytes:
     """Draw `dot` as svg, png or pdf. `nodes` are the ids of the boxes that must be in the result.
 
@@ -71,6 +80,8 @@ def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") ->
                 continue
             image = run_engine(command, dot, format, set(nodes))
         except EngineFailedError as error:
+            if "syntax error" in str(error):
+                raise DrawingError(f"Graphviz refuses this picture, {name} says: {error}") from error
             broken.append(f"{name} is not usable: {error}")
             continue
         if broken:
@@ -91,9 +102,23 @@ def run_engine(command: Command, dot: str, format: str, nodes: set[str]) -> byte
             problem = problem or find_lost_box(outputs["svg"].read_text(encoding="utf-8"), nodes)
             if problem:
                 raise EngineFailedError(problem)
+            if format == "png":
+                warn_of_scale(outputs["svg"].read_text(encoding="utf-8"))
             return outputs[format].read_bytes()
         except (OSError, UnicodeError, ElementTree.ParseError) as error:
             raise EngineFailedError(f"no usable output ({error})") from error
+
+
+def warn_of_scale(svg: str) -> None:
+    """Warn if a picture was too large for MOST_PIXELS, and is smaller than it should be."""
+    found = re.search(r'<g id="graph0"[^>]* transform="scale\(([\d.]+)', svg)
+    scale = float(found[1]) if found else 1.0
+    if scale < 0.99 * PNG_DPI / 72:
+        warnings.warn(
+            f"the PNG was limited to {MOST_PIXELS} pixels a side, {scale * 72 / PNG_DPI:.0%} of its full size: "
+            f"save it as SVG, or draw less of it with depth= or collapse=",
+            stacklevel=4,
+        )
 
 
 def call(command: list[str], seconds: float) -> str:
@@ -191,7 +216,8 @@ ENGINES: dict[str, Callable[[], Command | None]] = {"dot": find_dot, "pygraphviz
 
 
 def dpi(outputs: dict[str, Path]) -> list[str]:
-    return [f"-Gdpi={PNG_DPI}"] if "png" in outputs else []
+    inches = MOST_PIXELS / PNG_DPI
+    return [f"-Gdpi={PNG_DPI}", f"-Gsize={inches:g},{inches:g}"] if "png" in outputs else []
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -219,8 +245,9 @@ def make_standalone(svg: str, title: str) -> str:
 
 
 def prefix_ids(svg: str, prefix: str) -> str:
+    """Put a prefix before all ids and before references to them, which are whole attributes: text stays as it is."""
     svg = re.sub(r'(<[^>]*?\s)id="', rf'\1id="{prefix}', svg)
-    return svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
+    return re.sub(r'(<[^<>]*?\s(?:(?:xlink:)?href="|[\w-]+="url\()#)', rf"\1{prefix}", svg)
 
 
 def fit_width(svg: str) -> str:
@@ -240,12 +267,17 @@ def make_cell(svg: str) -> str:
     return f'<div style="overflow:auto;max-height:85vh">{prefix_ids(fit_width(svg), f"n{next_display()}_")}</div>'
 
 
-def make_page(svg: str, title: str) -> str:
-    """An HTML page that shows an SVG and loads nothing from the network."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width"></head>\n'
-        f'<body style="margin:1em;background:white">\n{fit_width(svg)}\n</body></html>\n'
-    )
+def make_page(svgs: Mapping[str, str], parents: Mapping[str, str | None], names: Any, title: str) -> str:
+    """An HTML page that loads nothing from the network: it opens and closes modules, zooms, pans and finds names.
+
+    Args:
+        svgs: the picture in each of its states, see `closing.list_states`.
+        parents: each frame and the frame around it.
+        names: [name, id of its box, id of the frame that it is in] of all boxes.
+    """
+    packed = {state: b64encode(zlib.compress(fit_width(svg).encode(), 9)).decode() for state, svg in svgs.items()}
+    data = json.dumps({"states": packed, "parents": parents, "names": names}).replace("<", "\\u003c")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # The start is part of the page, so that it is seen without scripts too.
+    parts = {"TITLE": escape(title), "START": fit_width(svgs[""]), "DATA": data}
+    return re.sub(r"\{\{(TITLE|START|DATA)\}\}", lambda found: parts[found[1]], template)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from tinygrad_mha.viz.diagram.fold import Layout, is_foldable
 from tinygrad_mha.viz.diagram.frames import Frame
 from tinygrad_mha.viz.diagram.record import Value
-from tinygrad_mha.viz.diagram.roles import is_attention_weights, weight_role
+from tinygrad_mha.viz.diagram.roles import ELEMENTWISE, is_attention_weights, weight_role
 
 __all__ = ["choose_titles", "frame_title", "is_plus", "value_heading"]
 
@@ -81,6 +81,8 @@ def describe_unnamed(layout: Layout, value: Value) -> str:
     core = value
     while is_foldable(core) and core.sources[0] in layout.inlined:
         core = core.sources[0]
+    if core.has_kind(*ELEMENTWISE):
+        core = value  # (c - d) ** 2 is called pow
     named_after = value if is_foldable(core) else core  # a scaled matmul is called matmul
     assert named_after.op is not None
     return named_after.op.name

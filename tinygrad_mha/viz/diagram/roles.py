@@ -31,7 +31,7 @@ def decide_kind(run: Run, value: Value, owned: Container[Value], frame_of: dict[
         return "input"
     if value in run.roots:
         return "output"
-    return "attention" if value.has_kind("attention") or is_attention_weights(value, frame_of) else "op"
+    return "attention" if is_attention_weights(value, frame_of) else "op"
 
 
 def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
@@ -100,5 +100,7 @@ def is_attention_weights(value: Value, frame_of: dict[Value, Frame]) -> bool:
         return False
     if value.rule_of is not None and value.rule_of.kind == "attention":
         return True
+    if value not in frame_of:  # a step of the backward pass
+        return False
     frames = (frame for frame in frame_of[value].enclosing if frame.class_name or frame.scope.is_attention)
     return next((frame.scope.is_attention for frame in frames), False)

@@ -27,12 +27,14 @@ from tinygrad_mha.engine import toposort
 from tinygrad_mha.files import replacing
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.diagram import graphviz_engines as engines
+from tinygrad_mha.viz.diagram.closing import close_frames, list_states
 from tinygrad_mha.viz.diagram.contents import compose_picture
 from tinygrad_mha.viz.diagram.diff import compare_pictures
 from tinygrad_mha.viz.diagram.dot import fit, to_dot
 from tinygrad_mha.viz.diagram.fold import MOST_IN_A_FORMULA, Layout, Options, make_layout
-from tinygrad_mha.viz.diagram.frames import Pattern, entry_key, matches
+from tinygrad_mha.viz.diagram.frames import Frame, Pattern, entry_key, matches
 from tinygrad_mha.viz.diagram.labels import choose_titles
+from tinygrad_mha.viz.diagram.mermaid import to_mermaid
 from tinygrad_mha.viz.diagram.modules import Modules, arrange_modules
 from tinygrad_mha.viz.diagram.picture import Picture
 from tinygrad_mha.viz.diagram.record import RESHAPING, Run, record_backward, record_forward
@@ -42,6 +44,7 @@ __all__ = ["Graph", "GraphTooLargeError", "graph", "graph_diff"]
 
 TEXT_FORMATS = ("dot", "gv")
 READABLE = 40  # boxes: about one screen
+MOST_OPENED = 200  # boxes of a page with all modules open
 
 
 class GraphTooLargeError(ValueError):
@@ -58,8 +61,16 @@ class Graph:
         picture: boxes, arrows and frames as plain data.
     """
 
-    def __init__(self, picture: Picture, direction: str = "TB", engine: str = "auto", title: str = "graph") -> None:
+    def __init__(
+        self,
+        picture: Picture,
+        direction: str = "TB",
+        engine: str = "auto",
+        title: str = "graph",
+        opened: Picture | None = None,
+    ) -> None:
         self.picture = picture
+        self._opened = opened or picture  # with all modules open, for pages
         self.direction = direction
         self.engine = engine
         self.title = fit(title)
@@ -77,8 +88,16 @@ class Graph:
     def _svg(self) -> str:
         return engines.make_standalone(self._rendered("svg").decode(), self.title)
 
+    @property
+    def mermaid(self) -> str:
+        """The picture as a flowchart of Mermaid, which code hosts and notebooks draw: titles, shapes and formulas."""
+        return to_mermaid(self.picture, self.direction)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture to a file and return its path. The suffix is svg, png, pdf, html, dot or gv.
+
+        An HTML page opens and closes modules, zooms, and finds names; it is one file and needs no network. A PNG has at
+        most 8000 pixels a side; a larger picture is made smaller, with a warning.
 
         Raises:
             ValueError: another suffix.
@@ -89,7 +108,7 @@ class Graph:
         if format in TEXT_FORMATS:
             content = self.dot.encode()
         elif format == "html":
-            content = engines.make_page(self.svg(), self.title).encode()
+            content = self._make_page().encode()
         elif format == "svg":
             content = self.svg().encode()
         elif format in engines.FORMATS:
@@ -103,6 +122,16 @@ class Graph:
 
     def _rendered(self, format: str) -> bytes:
         return engines.render(self.dot, format, (node.id for node in self.picture.nodes), self.engine)
+
+    def _make_page(self) -> str:
+        """An HTML page that opens and closes modules."""
+        svgs = {}
+        for state, closed in list_states(self._opened, READABLE).items():
+            drawn = Graph(close_frames(self._opened, closed), self.direction, self.engine, self.title)
+            svgs[state] = drawn.svg()
+        parents = {cluster.id: cluster.parent for cluster in self._opened.clusters}
+        names = [[node.title, node.id, node.cluster] for node in self._opened.nodes if node.title != "+"]
+        return engines.make_page(svgs, parents, names, self.title)
 
     def __repr__(self) -> str:
         boxes, arrows = len(self.picture.nodes), len(self.picture.edges)
@@ -211,7 +240,8 @@ def graph(
     titles = choose_titles(layout)
     outputs = [titles[root] for root in run.roots]
     title = f"graph of {', '.join(outputs[:3])}{', …' if len(outputs) > 3 else ''}"
-    return Graph(compose_picture(layout, titles), direction, engine, title)
+    picture = compose_picture(layout, titles)
+    return Graph(picture, direction, engine, title, compose_opened(run, layout, picture))
 
 
 def graph_diff(a: Any, b: Any, **options: Any) -> Graph:
@@ -346,6 +376,15 @@ def make_readable(run: Run, options: Options, most: int) -> Layout:
             best = layout
     assert best is not None
     return best
+
+
+def compose_opened(run: Run, layout: Layout, picture: Picture) -> Picture:
+    """The picture with all modules open; the same picture if that would be large, or all are open already."""
+    if not any(isinstance(box, Frame) for box in layout.boxes):
+        return picture
+    options = replace(layout.options, depth=None, collapse=())
+    opened = make_layout(run, arrange_modules(run), options)
+    return compose_picture(opened, choose_titles(opened)) if len(opened.boxes) <= MOST_OPENED else picture
 
 
 def count_levels(modules: Modules) -> int:
