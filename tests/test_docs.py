@@ -83,7 +83,20 @@ def test_each_file_imports_only_files_before_it_in_the_design():
 
 # A part of the package imports only parts before it in this list.
 PARTS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
-PARTS += ["transforms", "files", "data", "decoding", "nn", "optim", "viz", "training", "check", "demo", "cli"]
+PARTS += [
+    "transforms",
+    "files",
+    "data",
+    "decoding",
+    "nn",
+    "optim",
+    "viz",
+    "training",
+    "check",
+    "demo",
+    "laboratory",
+    "cli",
+]
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))

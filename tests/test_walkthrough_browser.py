@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha.laboratory import LabServer
 from tinygrad_mha.nn.positions import Position
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: the page is not tested")
@@ -544,3 +546,81 @@ def test_a_reader_follows_a_token_samples_and_enters_a_head(model_page):
     page.find("[data-matrix]")[0].click()
     assert len(page.find("dialog td")) == 9 * 14
     assert page.errors() == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The lab
+
+
+class Lab(Page):
+    """The lab in the browser, served by a thread."""
+
+    def __init__(self, browser, server):
+        self.browser = browser
+        browser.get_log("browser")
+        browser.get(server.address)
+        self.wait_for("causal")
+
+    def wait_for(self, verdict):
+        deadline = time.monotonic() + 20
+        while self.run("return document.querySelector('#verdict').className") != verdict:
+            assert time.monotonic() < deadline, self.text("#verdict")
+            time.sleep(0.02)
+
+    def choose(self, name, value):
+        find = "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+        self.run(find + "field.dispatchEvent(new Event('change'))", name, value)
+
+    def in_frame(self, script):
+        """The result of a script in the page of the attention, as soon as that is there."""
+        deadline = time.monotonic() + 20
+        ready = "const d = document.getElementById('frame').contentDocument;"
+        ready += "if (!d?.querySelector('#equations .cell')) return null;"
+        while (found := self.run(ready + script)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return found
+
+
+@pytest.fixture
+def lab(browser):
+    server = LabServer()
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield Lab(browser, server)
+    finally:
+        server.deadline = 0
+        thread.join()
+
+
+CELL = 'd.querySelector(\'#equations figure[data-name=X] .vector[data-row="1"] .cell[data-column="2"]\')'
+
+
+def test_in_the_lab_a_number_is_edited_and_the_verdict_follows_the_mask(lab):
+    assert "Causal" in lab.text("#verdict")
+    before = lab.in_frame(f"return {CELL}.title")
+    lab.in_frame(f"{CELL}.click(); return true")
+    assert lab.text("#chosen") == "X[2, 3]"
+    lab.choose("value", "-0.125")
+    deadline = time.monotonic() + 20
+    while (after := lab.in_frame(f"return {CELL}.title")) == before:
+        assert time.monotonic() < deadline
+    assert number(after) == -0.125
+    lab.choose("mask", "broken")
+    lab.wait_for("leak")
+    assert "Not causal. Row 1 depends on token 2" in lab.text("#verdict")
+    lab.one("#code_button").click()
+    assert "x[1, 2] = -0.125" in lab.text("#code pre")
+    lab.run("document.getElementById('code').close()")
+    lab.choose("mask", "causal")
+    lab.wait_for("causal")
+    lab.choose("d_k", "65")
+    lab.wait_for("error")
+    assert "d_k is at most 64" in lab.text("#verdict")
+    lab.choose("d_k", "4")
+    lab.wait_for("causal")
+    lab.choose("sentence", "<img src=x onerror=alert(1)> </script>")
+    lab.wait_for("causal")
+    errors = [e for e in lab.errors() if "400 (Bad Request)" not in e["message"]]  # the refused d_k
+    assert errors == []

@@ -29,6 +29,7 @@ from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, st
 from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
 from tinygrad_mha.files.python_files import load_object, running
 from tinygrad_mha.files.run_folder import find_latest
+from tinygrad_mha.laboratory import LabServer
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
@@ -55,7 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_demo, add_show, add_train, add_generate, add_graph, add_walkthrough, add_gradcheck, add_check):
+    adders = (
+        add_demo,
+        add_show,
+        add_train,
+        add_generate,
+        add_graph,
+        add_walkthrough,
+        add_lab,
+        add_gradcheck,
+        add_check,
+    )
+    for add in adders:
         add(commands)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # with the usage of the command, not that of tinygrad-mha
@@ -491,6 +503,34 @@ def open_page(args: argparse.Namespace) -> None:
     """With --open, open the file that was written in the browser."""
     if args.open and not webbrowser.open(args.out.resolve().as_uri()):
         print("tinygrad-mha: no browser was found", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# lab
+
+
+def add_lab(commands: Any) -> None:
+    option = add_command(commands, run_lab)
+    option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
+    option("--port", type=int, default=0, help="default: any free port")
+    option("--open", action="store_true", help="open the address in the browser")
+
+
+def run_lab(args: argparse.Namespace) -> int:
+    """Change an attention in the browser, and see what it computes and whether it is still causal.
+
+    Serves this machine only. The first line is the address; it contains a secret token. Closing the page ends the lab,
+    and so does Ctrl-C.
+    """
+    if not 0 <= args.port < 65536:
+        raise ValueError(f"--port must be in 0 ... 65535, got {args.port}")
+    model, tokenizer = (None, None) if args.model is None else open_model(args.model)
+    server = LabServer(args.port, model, tokenizer)
+    print(server.address, flush=True)
+    if args.open:
+        webbrowser.open(server.address)
+    server.run()
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------------
