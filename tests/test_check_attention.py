@@ -69,6 +69,7 @@ BAD = {
     "raises": ("def candidate(q, k, v): raise RuntimeError('out of order')", "out of order"),
     "raises_in_init": ("class candidate(nn.Module):\n    def __init__(self): raise KeyError('n_head')", "n_head"),
     "exits": ("def candidate(q, k, v): import sys; sys.exit()", "exit"),
+    "exits_at_once": ("def candidate(q, k, v): import os; os._exit(0)", "exit"),
     "exits_with_0": ("def candidate(q, k, v): import sys; sys.exit(0)", "exit"),
     "the_file_exits": ("def candidate(q, k, v): return v\nimport sys; sys.exit(0)", "exit"),
     "the_file_raises": ("raise ValueError('no weights here')\ndef candidate(q, k, v): return v", "no weights here"),
@@ -99,7 +100,9 @@ def test_what_cannot_be_judged_exits_with_2_and_one_clear_reason(code, says, tmp
     assert says in said.out + said.err
 
 
-@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise SystemExit", "import os; exit()", "quit()"])
+@pytest.mark.parametrize(
+    "code", ["import sys; sys.exit(0)", "raise SystemExit", "import os; exit()", "quit()", "import os; os._exit(0)"]
+)
 def test_a_file_that_exits_proves_nothing(code, tmp_path, capsys):
     target = write(tmp_path, f"def candidate(x): return x * x\n{code}")
     for command in ("check", "gradcheck", "graph"):
@@ -147,6 +150,12 @@ def test_what_a_candidate_prints_does_not_disturb_the_json(tmp_path, capfd):
         assert {f["status"] for f in data["findings"]} <= {"passed", "failed", "does not apply"}
     assert main(["check", write(tmp_path, "def candidate(q, k, v): return None"), "--json"]) == 2
     assert json.loads(capfd.readouterr().out)["status"] == "could not be run"
+
+
+def test_what_a_candidate_of_tensors_prints_is_left_out_of_the_gradient_check_too(tmp_path, capfd):
+    code = "def candidate(q, k, v):\n    print('hello')\n    return nn.attention(q, k, v)"
+    assert main(["check", write(tmp_path, code), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["ok"]
 
 
 def test_the_command_is_a_process_with_the_same_exit_codes(tmp_path):

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.files.python_files import catching_exit
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.nn.module import Module, walk
@@ -234,11 +235,11 @@ class Candidate:
         """Keep the candidate from printing, warning, exiting and recording a graph; its exceptions are one line."""
         out = io.StringIO()
         try:
-            with contextlib.redirect_stdout(out), warnings.catch_warnings(), np.errstate(all="ignore"):
+            with catching_exit(), contextlib.redirect_stdout(out), warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 yield
         except SystemExit as error:
-            raise CandidateError(f"it called sys.exit({error.code})") from error
+            raise CandidateError(f"it called sys.exit({'' if error.code is None else error.code})") from error
         except CandidateError:
             raise
         except Exception as error:

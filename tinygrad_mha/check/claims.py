@@ -203,7 +203,8 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 def check_our_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> tuple[list[str], list[str]]:
     """The names of all inputs and parameters, and of those without influence."""
-    report = gradcheck(c.module or c.target, *inputs, raises=False, seed=facts.seed)
+    with c.guard():
+        report = gradcheck(c.module or c.target, *inputs, raises=False, seed=facts.seed)
     apply_if(not report.problem, report.problem)
     for entry in report.entries:
         cause = entry.note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"

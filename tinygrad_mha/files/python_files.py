@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["OwnCodeError", "load_object", "running"]
+__all__ = ["OwnCodeError", "catching_exit", "load_object", "running"]
 
 
 class OwnCodeError(ValueError):
@@ -64,7 +65,8 @@ def run_file(path: Path) -> ModuleType:
 def running(path: Any) -> Iterator[None]:
     """While the code of a file runs: its sys.exit() and its exceptions become an `OwnCodeError` that names the line."""
     try:
-        yield
+        with catching_exit():
+            yield
     except SyntaxError as error:
         raise OwnCodeError(
             f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
@@ -79,3 +81,23 @@ def running(path: Any) -> Iterator[None]:
             raise  # it comes from a check of ours
         text = " ".join(str(error).split())
         raise OwnCodeError(f"{place}: {type(error).__name__}: {text}") from error
+
+
+@contextlib.contextmanager
+def catching_exit() -> Iterator[None]:
+    """While the code of a person runs, os._exit() is sys.exit(), so that it can be reported.
+
+    A child process still ends by it.
+    """
+    leave, parent = os._exit, os.getpid()
+
+    def exit_or_raise(status: int) -> NoReturn:
+        if os.getpid() == parent:
+            raise SystemExit(status)
+        leave(status)
+
+    os._exit = exit_or_raise
+    try:
+        yield
+    finally:
+        os._exit = leave
