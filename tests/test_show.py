@@ -136,7 +136,7 @@ def test_the_language_of_the_page_is_that_of_the_locale(monkeypatch):
     assert cli.guess_language() == "en"
 
 
-@pytest.mark.parametrize("command", ["demo", "show", "train", "graph", "walkthrough", "gradcheck", "check"])
+@pytest.mark.parametrize("command", ["demo", "show", "train", "generate", "graph", "walkthrough", "gradcheck", "check"])
 def test_the_help_of_a_command_has_examples_that_can_be_parsed(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -156,3 +156,29 @@ def test_head_ends_a_command_silently():
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert done.stdout.count("\n") == 1
     assert done.stderr == ""
+
+
+# ------------------------------------------------------------------------------------------------------- the small GPT
+
+
+def test_the_small_gpt_writes_without_a_folder_and_is_at_most_two_megabytes(capsys):
+    assert main(["generate", "--prompt", "The ", "--seed", "1"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("The ")
+    assert sum(word in said.out.split() for word in ("the", "of", "is", "a", "class", "object")) >= 3
+    assert said.err == ""
+    folder = tg.training.resume.PRETRAINED
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2e6
+
+
+def test_the_small_gpt_predicts_text_that_it_has_not_seen():
+    model, tokenizer = tg.training.load_trained()
+    ids = tokenizer.encode("The statement is executed in the order of the list. If the value is a function")
+    with tg.no_grad():
+        assert float(model.loss(ids[None, :-1], ids[None, 1:])) < 1.6
+
+
+def test_show_and_walkthrough_open_the_small_gpt(tmp_path, capsys):
+    assert main(["show", "The cat", "--layer", "1", "--head", "2", "--model"]) == 0
+    assert headings(capsys.readouterr().out)[0] == ("Q_2", "7x24")
+    assert main(["walkthrough", "The cat", "-o", str(tmp_path / "page.html"), "--model"]) == 0

@@ -40,6 +40,9 @@ from tinygrad_mha.viz.terminal import Matrix, print_matrices
 
 __all__ = ["main"]
 
+OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
+MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
+
 
 MOST_CHARACTERS = 2000  # of a message
 MOST_HEADS = 64
@@ -235,10 +238,12 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def add_generate(commands: Any) -> None:
     option = add_command(commands, run_generate)
-    option("folder", type=Path, metavar="DIR")
+    option("folder", type=Path, nargs="?", metavar="DIR", help="default: the small GPT of this package")
     option("--prompt", help="the text to continue; default: a line feed, or the first token of the vocabulary")
     option("--ids", nargs="+", type=int, metavar="ID", help="token ids to continue; then the output is ids too")
-    option("-n", "--max-new-tokens", type=natural, default=200, metavar="N", help="default: %(default)s")
+    option(
+        "-n", "--max-new-tokens", type=natural, metavar="N", help="default: 200; without DIR, to the end of the context"
+    )
     option("--temperature", type=float, default=0.8, help="0 is greedy; default: %(default)s")
     option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
     option("--top-p", type=float, metavar="P", help="draw from the most probable tokens that sum to P")
@@ -255,6 +260,12 @@ def run_generate(args: argparse.Namespace) -> int:
     """Continue a text with a trained model.
 
     DIR is the folder of a run of `tinygrad-mha train`, or a Hugging Face folder (with tokenizer files, or use --ids).
+    Without it a small GPT writes, which is part of this package and was trained on Python's language reference.
+
+    Examples:
+      tinygrad-mha generate --prompt "The "
+      tinygrad-mha generate run --prompt "The " --temperature 0 --stats
+      tinygrad-mha generate gpt2 --ids 464 3797 -n 20 --top-k 50 --seed 1
     """
     if args.ids is not None and args.prompt is not None:
         raise ValueError("give --prompt or --ids, not both")
@@ -265,6 +276,8 @@ def run_generate(args: argparse.Namespace) -> int:
         prompt = default_prompt(tokenizer) if args.prompt is None else tokenizer.encode(args.prompt)
     if tokenizer is None and args.stop:
         raise ValueError("--stop is text, but there is no tokenizer")
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 200 if args.folder else max(1, model.config.block_size - len(prompt))
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "stop", "seed", "on_full")}
     options["eos"] = None if args.no_eos else "model"
     with warnings.catch_warnings(record=True) as notes:
@@ -296,12 +309,14 @@ def default_prompt(tokenizer: Tokenizer) -> np.ndarray:
         return np.zeros(1, np.int64)
 
 
-def open_model(folder: Path, with_tokenizer: bool = True) -> tuple[GPT, Any]:
-    """Open the model and the tokenizer of a run or of a Hugging Face folder.
+def open_model(folder: Path | None, with_tokenizer: bool = True) -> tuple[GPT, Any]:
+    """Open the model and the tokenizer of a run or of a Hugging Face folder, or those of this package.
 
     Args:
         with_tokenizer: False: the tokenizer of a Hugging Face folder is None.
     """
+    if folder is None or folder is OUR_MODEL:
+        return load_trained()
     if not folder.is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
     if not (folder / "config.json").is_file():
@@ -386,7 +401,7 @@ def add_sentence(option: Callable[..., Any]) -> None:
     option("--widths", metavar="5x7x11", help="d_model x d_k x d_v; default: 5x7x11")
     option("--no-mask", action="store_true", help="every token may attend to all others")
     option("--seed", type=natural, help="of the random weights (default 0)")
-    option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
+    option("--model", type=Path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
 
 
 def read_sentence(args: argparse.Namespace) -> tuple[MultiHeadAttention, np.ndarray, list[str]]:
@@ -434,7 +449,7 @@ def run_show(args: argparse.Namespace) -> int:
     Examples:
       tinygrad-mha show "the cat sat"
       tinygrad-mha show "猫坐在垫子上" --head 1
-      tinygrad-mha show "The " --model run --layer 1 --head 2
+      tinygrad-mha show "The cat" --layer 1 --head 2 --model
     """
     if args.model is not None:
         model, tokenizer = open_model_of_sentence(args)
@@ -480,6 +495,7 @@ def run_walkthrough(args: argparse.Namespace) -> int:
     Examples:
       tinygrad-mha walkthrough "the cat sat on mats" --open
       tinygrad-mha walkthrough "猫坐在垫子上" --lang zh -o page.html
+      tinygrad-mha walkthrough "The cat" --model
       tinygrad-mha walkthrough "The cat" --model run --layer 1
     """
     if args.model is not None:
@@ -511,7 +527,7 @@ def open_page(args: argparse.Namespace) -> None:
 
 def add_lab(commands: Any) -> None:
     option = add_command(commands, run_lab)
-    option("--model", type=Path, metavar="DIR", help="the folder of a run, or a Hugging Face folder")
+    option("--model", type=Path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
     option("--port", type=int, default=0, help="default: any free port")
     option("--open", action="store_true", help="open the address in the browser")
 

@@ -26,6 +26,8 @@ from tinygrad_mha.training.source import open_text, reopen_text
 
 __all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "resume_run", "save_checkpoint"]
 
+PRETRAINED = Path(__file__).parent.parent / "pretrained"  # a checkpoint without what only training needs
+
 # Options that a resumed run may change: its length, and how often it is observed.
 CHANGEABLE = (
     "steps",
@@ -298,16 +300,22 @@ def combine_configs(stored: TrainConfig, config: TrainConfig | str | None, chang
     return replace(stored if config is None else config.adapt(stored.model_options), **changes)
 
 
-def load_trained(folder: str | os.PathLike[str], model: Any = None) -> tuple[GPT, Tokenizer]:
+def load_trained(folder: str | os.PathLike[str] | None = None, model: Any = None) -> tuple[GPT, Tokenizer]:
     """Open the model, in eval mode, and the tokenizer of the latest checkpoint of a run.
 
     Args:
-        folder: the folder of the run, or of one checkpoint.
+        folder: the folder of the run, or of one checkpoint. None: the small GPT that is part of this package.
         model: receives the weights. Needed for a model with modules of your own, which is not rebuilt.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, of another model, or of one that must be given.
+
+    Example:
+        >>> model, tokenizer = load_trained()
+        >>> tokenizer.decode(tg.generate(model, tokenizer.encode("The "), 8, temperature=0)[0])
+        'The sequence'
     """
+    folder = PRETRAINED if folder is None else folder
     checkpoint = find_latest(folder) or Path(folder)
     _, _, model = read_state_and_model(checkpoint, model)
     tokenizer = load_tokenizer(checkpoint)
