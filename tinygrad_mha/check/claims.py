@@ -296,25 +296,19 @@ def change_heads(
     """
     rng = np.random.default_rng(seed)
     moved = [x.copy() for x in inputs]
+    separated: list[np.ndarray] = []
     if c.module is None:
-        views = {
-            name: [moved[i][..., g, :, :] for g in range(x.shape[-3])]
-            for i, (name, x) in enumerate(zip("qkv", moved, strict=True))
-        }
-        kept, separated = [*moved], []
+        views = {name: list(np.moveaxis(x, -3, 0)) for name, x in zip("qkv", moved, strict=True)}
     else:
         views = {name: [weight for weight, _ in reference.parts[name]] for name in "qkv"}
-        separated = (
-            np.split(reference.parts["o"][0][0], len(views["q"]))
-            if len(reference.parts["o"][0][0]) % len(views["q"]) == 0
-            else []
-        )
-        apply_if(bool(separated), "its output projection has no rows for each head")
-        kept = [*(w for ws in views.values() for w in ws), *separated]
+        rows = reference.parts["o"][0][0]
+        apply_if(len(rows) % len(views["q"]) == 0, "its output projection has no rows for each head")
+        separated = np.split(rows, len(views["q"]))
+    kept = [*separated, *(array for arrays in views.values() for array in arrays)]
     results = []
     with restoring(kept):
-        for g, rows in enumerate(separated):
-            rows *= g == h
+        for g, part in enumerate(separated):
+            part *= g == h
         for changes in ("none", "own", "others"):
             with restoring(kept):
                 for name, arrays in views.items():
