@@ -60,9 +60,10 @@ def test_a_heatmap_has_a_panel_for_each_head_and_a_line_for_each_layer(rng):
     for layer, head in np.ndindex(3, 2):
         panel = shown[layer * 6 : layer * 6 + 5, head * 8 : head * 8 + 7]
         assert np.array_equal(panel, weights[layer, head])
-    assert {"head 1", "head 2", "layer 0", "layer 2"} <= set(texts(plot))
+    assert {"head 1", "head 2", "layer 1", "layer 3"} <= set(texts(plot))
     assert labels(plot.axes[0].xaxis) == list("abcdefg") * 2
     assert len(plot.axes[0].patches) == 6
+    assert (plot.axes[0].get_ylabel(), plot.axes[0].get_xlabel()) == ("query", "key")
 
 
 def test_traces_of_an_attention_and_of_a_gpt_are_accepted(model, rng):
@@ -170,6 +171,14 @@ def test_several_runs_share_a_plot():
     assert len(plot.axes[0].get_lines()) == 4
 
 
+def test_one_point_has_a_marker_and_a_divergence_a_line():
+    axes = tg.viz.plot_losses([{"step": 0, "loss": 4.2}]).axes[0]
+    assert axes.lines[-1].get_marker() == "o"
+    losses = [4.2, 3.9, float("nan"), float("nan")]
+    plot = tg.viz.plot_losses([{"step": 3 * i, "loss": loss} for i, loss in enumerate(losses)])
+    assert "diverged at step 6" in texts(plot)
+
+
 def test_the_running_mean_averages_the_values_around(rng):
     values = rng.standard_normal(23)
     for window in (1, 2, 5):
@@ -199,7 +208,7 @@ def test_gradient_norms_are_those_of_each_layer(model, rng):
         tg.viz.plot_gradient_norms(model)
     model.loss(ids[:-1], ids[1:]).backward()
     axes = tg.viz.plot_gradient_norms(model).axes[0]
-    lengths = dict(zip(labels(axes.yaxis), [bar.get_width() for bar in axes.patches], strict=True))
+    lengths = dict(zip(labels(axes.yaxis), axes.lines[0].get_xdata(), strict=True))
     layer = model.h[1].mlp.c_fc
     expected = np.sqrt(np.square(layer.weight.grad).sum() + np.square(layer.bias.grad).sum())
     assert lengths["h.1.mlp.c_fc"] == pytest.approx(expected, rel=1e-6)

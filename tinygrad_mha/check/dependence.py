@@ -90,7 +90,9 @@ class Dependencies:
     def heatmap(self, path: Any = None) -> Any:
         """A plot of the matrix; `path` is where to write it. Needs matplotlib."""
         rows, columns = ([str(i) for i in range(n)] for n in self.matrix.shape)
-        return viz.heatmap(self.matrix, rows, columns, path, label="depends on the input row")
+        return viz.heatmap(
+            self.matrix, rows, columns, path, label="depends on the input row", axes_names=("output row", "input row")
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python data, ready for JSON."""

@@ -31,6 +31,7 @@ def heatmap(
     keys: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
     label: str = "attention weight",
+    axes_names: tuple[str, str] = ("query", "key"),
 ) -> Plot:
     """Plot attention weights as colours: a panel for each head, a line of panels for each layer. Rows are queries.
 
@@ -43,6 +44,7 @@ def heatmap(
         keys: the names of the columns, for cross-attention.
         path: where to write the plot.
         label: what the colours mean.
+        axes_names: what rows and columns are.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -79,9 +81,11 @@ def heatmap(
     if layers > 1:
         for layer in range(layers):
             x, y = image.shape[1] - 0.3, layer * down + (n_q - 1) / 2
-            axes.text(x, y, f"layer {layer}", ha="left", va="center", rotation=270, fontsize=9)
+            axes.text(x, y, f"layer {layer + 1}", ha="left", va="center", rotation=270, fontsize=9)
     label_axis(axes.yaxis, rows, down, layers, cell)
     label_axis(axes.xaxis, columns, across, heads, cell)
+    axes.set_ylabel(axes_names[0], fontsize=9)
+    axes.set_xlabel(axes_names[1], fontsize=9)
     if cell * 72 >= 26:
         for (i, j), weight in np.ndenumerate(image):
             if weight != GAP * high:

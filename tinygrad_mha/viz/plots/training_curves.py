@@ -78,7 +78,9 @@ def draw_losses(axes: Any, runs: Mapping[str, Rows]) -> None:
         steps, losses = select_column(rows, "loss")
         axes.plot(steps, losses, color=colours[0], linewidth=0.6, alpha=0.35)
         mean = running_mean(losses, window=max(1, len(losses) // 50))
-        axes.plot(steps, mean, color=colours[0], linewidth=1.4, label=f"{prefix}training")
+        marker = "o" if len(steps) == 1 else None  # a line of one point is invisible
+        axes.plot(steps, mean, color=colours[0], linewidth=1.4, marker=marker, label=f"{prefix}training")
+        mark_divergence(axes, steps, losses, colours[0], prefix)
         steps, losses = select_column(rows, "validation_loss")
         if len(steps):
             style = "o-" if len(runs) == 1 else "o--"
@@ -88,6 +90,13 @@ def draw_losses(axes: Any, runs: Mapping[str, Rows]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+
+
+def mark_divergence(axes: Any, steps: np.ndarray, losses: np.ndarray, colour: str, prefix: str) -> None:
+    """A line at the first step whose loss is not finite, where the curve ends."""
+    wrong = steps[~np.isfinite(losses)]
+    if len(wrong):
+        axes.axvline(wrong[0], color=colour, linestyle=":", label=f"{prefix}diverged at step {wrong[0]:g}")
 
 
 def select_column(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +131,12 @@ def plot_gradient_norms(model: Module, path: str | os.PathLike[str] | None = Non
     plot = new_plot(7, 0.9 + 0.23 * len(squares))
     axes = plot.subplots()
     rows = np.arange(len(squares))
-    axes.barh(rows, np.sqrt(list(squares.values())), color=BLUE, height=0.7)
+    norms = np.sqrt(list(squares.values()))
+    # Dots, not bars: a logarithmic axis has no zero from which a bar could start.
+    axes.plot(norms, rows, "o", color=BLUE)
+    for row, norm in zip(rows, norms, strict=True):
+        axes.annotate(f"{norm:.2g}", (norm, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.margins(x=0.15)
     axes.set_yticks(rows, labels=list(squares), fontsize=9)
     axes.set_ylim(len(squares) - 0.4, -0.6)
     axes.set_xscale("log")
