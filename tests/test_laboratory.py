@@ -17,6 +17,7 @@ from test_walkthrough import block, numbers
 
 import tinygrad_mha as tg
 from tinygrad_mha.laboratory import Experiment, LabServer, Settings
+from tinygrad_mha.viz.page.document import read_page_file
 
 
 @pytest.fixture
@@ -81,6 +82,10 @@ def test_a_layer_of_a_model_is_changed_and_the_model_is_not(mask):
     result = Experiment(Settings.from_json(changes), model, tokenizer).run()
     values = numbers(tg.viz.Walkthrough(result["page"], ""))
     assert result["causal"] == (mask == "causal")
+    assert "'cut': [2]" in result["python"]
+    alibi = tg.nn.GPT(tg.nn.GPTConfig(tokenizer.vocab_size, 16, n_layer=1, n_head=2, n_embd=6, position="alibi"))
+    with pytest.raises(ValueError, match="scores have no bias"):
+        Experiment(Settings(sentence="to", mask="none"), alibi, tokenizer)
     assert values["W_V1"][0, 1] == 3.0
     assert np.array_equal(model.h[1].attn.c_attn.weight.numpy(), before)
     with pytest.raises(ValueError, match="layers 0 to 1"):
@@ -163,6 +168,11 @@ def test_ctrl_c_ends_the_command_and_frees_the_port():
     assert process.wait(20) == 130
     assert not is_open(port)
     process.stdout.close()
+
+
+def test_both_languages_of_the_lab_say_the_same_things():
+    words = json.loads(read_page_file("lab_words.json"))
+    assert list(words["en"]) == list(words["zh"])
 
 
 def test_a_closed_page_ends_the_lab(monkeypatch):

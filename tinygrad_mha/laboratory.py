@@ -31,9 +31,7 @@ from tinygrad_mha.viz.page.model_run import run_model
 __all__ = ["Experiment", "LabServer", "Settings", "write_python"]
 
 MOST_TOKENS, MOST_WIDTH, MOST_HEADS, MOST_EDITS = 16, 64, 8, 200
-MOST_BYTES = 64_000  # of a request
-MOST_REQUESTS = 8  # at the same time
-SECONDS = 5  # until a request must have arrived
+MOST_BYTES, MOST_REQUESTS, SECONDS = 64_000, 8, 5  # of a request; at a time; until a request must have arrived
 SILENCE = 90  # seconds without a sign of life of the page until the lab ends; browsers slow down hidden pages to 60
 GRACE = 3  # seconds for a page that was closed to come back, because it was loaded again
 MASKS = ("causal", "broken", "none")
@@ -96,10 +94,8 @@ class Settings:
         for name in ("cut", "identity", "edits"):
             if not isinstance(getattr(settings, name), list) or len(getattr(settings, name)) > MOST_EDITS:
                 raise ValueError(f"{name} must be a list of at most {MOST_EDITS} entries")
-        for weight in settings.identity:
-            check_choice(weight, ("wq", "wk", "wv", "wo"), "identity")
-        for head in settings.cut:
-            check_count(head, "cut")
+        settings.identity = [check_choice(weight, ("wq", "wk", "wv", "wo"), "identity") for weight in settings.identity]
+        settings.cut = [check_count(head, "cut") for head in settings.cut]
         for edit in settings.edits:
             if not (isinstance(edit, list) and len(edit) == 4 and isinstance(edit[0], str)):
                 raise ValueError(f"an edit is [matrix, row, column, value], got {edit!r}"[:200])
@@ -126,13 +122,13 @@ class Changed(Module):
     def forward(self, x: Any, cache: Any = None, positions: Any = None, edit: Any = None) -> Tensor:
         """(T, C) or (B, T, C) -> the same shape."""
         scores: list[Tensor] = []
+        allow = np.tri(np.shape(x)[-2], k=1, dtype=bool) if self.mask == "broken" else None
 
         def change(name: str, tensor: Tensor) -> Tensor:
             if name == "scores":
                 scores[:] = [tensor]
             if name == "masked" and self.mask != "causal" and not self.has_allow:
-                allow = choose_allow(self.mask, tensor.shape[-1])
-                tensor = scores[0] if allow is None else ops.where(allow, scores[0], -np.inf)
+                tensor = scores[0] if self.mask == "none" else ops.where(allow, scores[0], -np.inf)
             if name == "heads" and self.kept is not None:
                 tensor = tensor * self.kept.astype(tensor.dtype)
             return tensor if edit is None else edit(name, tensor)
@@ -140,16 +136,12 @@ class Changed(Module):
         x = x if self.norm is None else self.norm(x)
         options: dict[str, Any] = {"edit": change, "positions": positions, "cache": cache}
         if self.has_allow:
-            options |= {"causal": True} if self.mask == "causal" else {"allow": choose_allow(self.mask, x.shape[-2])}
+            options |= {"causal": self.mask == "causal", "allow": allow}
         return self.attention(x, **options)
 
 
-def choose_allow(mask: str, n: int) -> np.ndarray | None:
-    return np.tri(n, k=1, dtype=bool) if mask == "broken" else None
-
-
 class ChangedWithoutCache(Changed):
-    """The same without a causal mask: a cache would not give the same numbers."""
+    """The same for other masks, with which a cache would not give the same numbers."""
 
     def forward(self, x: Any, positions: Any = None, edit: Any = None) -> Tensor:  # type: ignore[override]
         return super().forward(x, None, positions, edit)
@@ -169,22 +161,24 @@ class Experiment:
         self._is_model = model is not None
         norm: Module | None = None
         if model is None:
-            self.tokens = settings.sentence.split()
-            check_length(len(self.tokens))
-            s = settings
-            attention: Any = MultiHeadAttention(
-                s.d_model, s.n_head, s.d_k, s.d_v, position=None if s.position == "none" else s.position, rng=s.seed
-            ).astype(np.float64)
+            s, self.tokens = settings, settings.sentence.split()
+            self._check_length()
+            made = MultiHeadAttention(s.d_model, s.n_head, s.d_k, s.d_v, position=s.position, rng=s.seed)
+            attention: Any = made.astype(np.float64)
             self.x = embed_words(self.tokens, s.d_model, s.seed)
             kind = NORMS[s.norm]
             norm = None if kind is None else kind(s.d_model).astype(np.float64)
         else:
             assert tokenizer is not None
             ids = tokenizer.encode(settings.sentence)
-            check_length(len(ids))
             if settings.layer >= len(model.h):
                 raise ValueError(f"this model has the layers 0 to {len(model.h) - 1}, got layer={settings.layer}")
+            options = model.config
+            has_bias = options.position in ("alibi", "relative") or not isinstance(options.position, str)
+            if settings.mask != "causal" and (has_bias or options.window or options.score):
+                raise ValueError("the mask can only be changed where scores have no bias, window or score option")
             self.tokens = [tokenizer.decode([i]) for i in ids.tolist()]
+            self._check_length()
             part = run_model(model, ids).parts[f"h.{settings.layer}.attn"]
             attention, self.x = part.module, part.x.numpy().copy()
         self._weights = find_weights(attention)
@@ -196,27 +190,28 @@ class Experiment:
         kind_of = Changed if settings.mask == "causal" else ChangedWithoutCache
         self.attention = kind_of(attention, norm, settings.mask, kept).eval()
 
+    def _check_length(self) -> None:
+        if not 1 <= len(self.tokens) <= MOST_TOKENS:
+            raise ValueError(f"the lab shows 1 to {MOST_TOKENS} tokens, the sentence has {len(self.tokens)}")
+
     def _replace_weights(self) -> None:
+        copies = {id(tensor): (tensor, tensor.numpy().copy()) for tensor, _ in self._weights.values()}
+        parts = {title: copies[id(tensor)][1][:, columns] for title, (tensor, columns) in self._weights.items()}
         for name in self.settings.identity:
-            titles = [title for title in self._weights if title.startswith(f"W_{name[1].upper()}")]
+            titles = [title for title in parts if title.startswith(f"W_{name[1].upper()}")]
             if not titles:
                 raise ValueError(f"this attention has no {name} that could be replaced")
             for title in titles:
-                tensor, columns = self._weights[title]
-                array = tensor.numpy().copy()
-                array[:, columns] = np.eye(*array[:, columns].shape)
-                tensor.assign_(array)
+                parts[title][:] = np.eye(*parts[title].shape)
+        parts["X"] = self.x
         for title, row, column, value in self.settings.edits:
-            place = self._weights.get(title)
-            if place is None and title != "X":
-                raise ValueError(f"{title[:40]!r} cannot be edited; these can: X, {', '.join(self._weights)}")
-            array, columns = (self.x, slice(None)) if place is None else (place[0].numpy().copy(), place[1])
-            part = array[:, columns]
-            if not (0 <= row < part.shape[0] and 0 <= column < part.shape[1]):
-                raise ValueError(f"{title} has the shape {part.shape}, so it has no element [{row}, {column}]")
-            part[row, column] = value
-            if place is not None:
-                place[0].assign_(array)
+            rows, columns = parts[title].shape if title in parts else (0, 0)
+            if not (0 <= row < rows and 0 <= column < columns):
+                shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
+                raise ValueError(f"{title[:40]}[{row}, {column}] cannot be edited; there are {shapes}")
+            parts[title][row, column] = value
+        for tensor, array in copies.values():
+            tensor.assign_(array)
 
     def run(self) -> dict[str, Any]:
         """The page, the verdict of `check.dependencies`, and the Python lines, for JSON."""
@@ -231,11 +226,6 @@ class Experiment:
             "python": write_python(self.settings, self.tokens, self._weights, self._is_model),
             "milliseconds": round(1000 * (time.perf_counter() - start), 1),
         }
-
-
-def check_length(n: int) -> None:
-    if not 1 <= n <= MOST_TOKENS:
-        raise ValueError(f"the lab shows 1 to {MOST_TOKENS} tokens, the sentence has {n}")
 
 
 def find_weights(attention: Any) -> dict[str, tuple[Tensor, slice]]:
@@ -258,25 +248,21 @@ def find_weights(attention: Any) -> dict[str, tuple[Tensor, slice]]:
     return places
 
 
-def write_python(
-    settings: Settings, tokens: list[str], weights: dict[str, tuple[Tensor, slice]], is_model: bool = False
-) -> str:
-    """The lines of Python that compute the same Y with random weights; of a model, how its layer is shown."""
-    s, lines = settings, ["import numpy as np", "import tinygrad_mha as tg"]
+def write_python(s: Settings, tokens: list[str], weights: dict[str, tuple[Tensor, slice]], is_model: bool) -> str:
+    """The lines of Python that compute the same Y; a model is opened from the folder MODEL."""
+    lines = ["import numpy as np", "import tinygrad_mha as tg"]
     if is_model:
-        lines += ["", 'model = tg.nn.GPT.from_pretrained("MODEL")', 'tokenizer = tg.data.load_tokenizer("MODEL")']
-        lines += ["# changed numbers, heads and masks are not repeated here"]
-        lines += [f"tg.walkthrough(model, {s.sentence!r}, layer={s.layer}, tokenizer=tokenizer)"]
-        return "\n".join(lines)
+        lines = ["from pathlib import Path", "from tinygrad_mha.cli import open_model"]
+        lines += ["from tinygrad_mha.laboratory import Experiment, Settings", "", f"settings = {asdict(s)!r}"]
+        lines += ['experiment = Experiment(Settings(**settings), *open_model(Path("MODEL")))']
+        return "\n".join([*lines, "y = experiment.attention(experiment.x)"])
     lines += ["from tinygrad_mha.demo import embed_words", ""]
-    position = "" if s.position == "none" else f", position={s.position!r}"
     lines += [f"x = embed_words({tokens!r}, {s.d_model}, {s.seed})"]
-    made = f"tg.nn.MultiHeadAttention({s.d_model}, {s.n_head}, {s.d_k}, {s.d_v}{position}, rng={s.seed})"
-    lines += [f"mha = {made}.astype(np.float64)"]
+    sizes = f"{s.d_model}, {s.n_head}, {s.d_k}, {s.d_v}, position={s.position!r}, rng={s.seed}"
+    lines += [f"mha = tg.nn.MultiHeadAttention({sizes}).astype(np.float64)"]
     changes: dict[str, list[str]] = {}
     for name in s.identity:
-        columns = [weights[title][1] for title in weights if title.startswith(f"W_{name[1].upper()}")]
-        for c in columns:
+        for c in (columns for title, (_, columns) in weights.items() if title.startswith(f"W_{name[1].upper()}")):
             part = "[:]" if c.start is None else f"[:, {c.start}:{c.stop}]"
             changes.setdefault(name, []).append(f"{name}{part} = np.eye(*{name}{part}.shape)")
     for title, row, column, value in s.edits:
@@ -293,12 +279,11 @@ def write_python(
         given = "norm(x)"
     if s.mask != "causal":
         mask = "allow=np.tri(len(x), k=1, dtype=bool)" if s.mask == "broken" else "allow=None"
-    edit = ""
+    edit = ", edit=cut" if s.cut else ""
     if s.cut:
         kept = [float(head + 1 not in s.cut) for head in range(s.n_head)]
         lines += ["", f"kept = np.array({kept}).reshape(-1, 1, 1)", "", "def cut(name, tensor):"]
         lines += ['    return tensor * kept if name == "heads" else tensor', ""]
-        edit = ", edit=cut"
     return "\n".join([*lines, f"y = mha({given}, {mask}{edit})"])
 
 
@@ -347,12 +332,11 @@ class LabServer(ThreadingHTTPServer):
     def write_page(self) -> str:
         """The page of the lab, without results."""
         room = read_parts("page")
-        n_head = 0 if self.model is None else self.model.config.n_head
-        facts = {"model": self.model is not None, "n_head": n_head}
-        words = json.loads(read_page_file("lab_words.json"))
+        facts = {"model": self.model is not None, "n_head": 0 if self.model is None else self.model.config.n_head}
         choices = {"mask": MASKS, "norm": list(NORMS), "position": POSITIONS}
         data = {"settings": asdict(Settings()), "choices": choices, "facts": facts, "tokens": []}
-        parts = read_parts("lab") | {"WORDS": write_json(words), "DATA": write_json(data)}
+        words = write_json(json.loads(read_page_file("lab_words.json")))
+        parts = read_parts("lab") | {"WORDS": words, "DATA": write_json(data)}
         return fill_page("lab.html", parts | {f"ROOM_{name}": room[name] for name in ("STYLE_HASH", "SCRIPT_HASH")})
 
 
