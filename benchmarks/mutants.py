@@ -64,6 +64,7 @@ EQUIVALENT = {
     "check/differences.py: return gaps[0] > 1e-3 * largest(self.gradient) and gaps[1] > 0.5 * gaps[0]": (
         "differences are never exactly equal to a threshold"
     ),
+    "decoding/stops.py: self.done = False": "each text gets a token before `done` is read",
     "files/huggingface.py: for name, part in zip(names, parts, strict=True):": (
         "both have the number of names, whatever `strict` says"
     ),

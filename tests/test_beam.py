@@ -160,6 +160,12 @@ def test_impossible_tokens_are_never_chosen():
     assert [hypothesis.tokens.tolist() for hypothesis in found.hypotheses] == [[END]]
 
 
+@pytest.mark.parametrize("shape", [(V,), (2, V), (1, 1, V), (0, V)])
+def test_a_step_that_returns_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"must return log-probabilities \(n, V\) for the n = 1 prefixes, got shape"):
+        beam_search(lambda prefixes, parents: np.zeros(shape), [0], END, beam=2, max_new_tokens=3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tree_holds_every_hypothesis_with_its_probability(seed):
     found = beam_search(language(np.random.default_rng(seed)), [0], END, beam=3, max_new_tokens=5)

@@ -252,6 +252,12 @@ def test_a_stop_token_in_the_prompt_stops_nothing():
     np.testing.assert_array_equal(generate(model, [3], 5, temperature=0, stop=np.array([0])), [[3, 0]])
 
 
+def test_an_end_of_the_model_may_be_the_first_id():
+    model = Scripted([3, 1, 2, 0, 4], vocab_size=5)
+    model.end_ids = (0, 5)  # the second is not in the vocabulary
+    np.testing.assert_array_equal(generate(model, [3], 4, temperature=0), [[3, 1, 2, 0]])
+
+
 @pytest.mark.parametrize("stop", ["cd", ["zz", "cd"], ["cdc", "d", "b"], "abcabcd"])
 def test_a_row_stops_at_the_token_that_completes_a_string(stop):
     tokenizer = CharTokenizer("abcdz")
