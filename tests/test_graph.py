@@ -1111,7 +1111,10 @@ def test_a_default_picture_has_about_40_boxes():
     for model in (gpt(n_layer=2), gpt(n_layer=12)):
         assert len(tg.graph(model.loss(IDS[:, :-1], IDS[:, 1:])).picture.nodes) <= 40
     translator = nn.Transformer(11, 13, d_model=6, n_head=2, n_layer=2, d_ff=7, max_len=9, seed=0)
-    assert len(tg.graph(translator.loss(IDS, IDS)).picture.nodes) <= 40
+    shown = tg.graph(translator.loss(IDS, IDS))
+    assert len(shown.picture.nodes) <= 40
+    assert not any(title.startswith("step") for title in titles(shown))  # three residual additions are no chain
+    assert [edge.kind for edge in shown.picture.edges].count("residual") == 5
     assert len(tg.graph(two_heads()).picture.nodes) == 22  # small ones are drawn completely
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,11 +161,10 @@ def frame_chains(run: Run) -> None:
 
     Changes the scopes of the values.
     """
-    together: dict[Any, list[Value]] = {}
-    for value in run.values:
-        if value.op is not None and not value.backward:
-            together.setdefault(tuple(map(entry_key, value.scope)), []).append(value)
-    for values in together.values():
+    computed = [value for value in run.values if value.op is not None and not value.backward]
+    # Operations of one module, with no other module between them: that would be a step of its own.
+    for _, group in groupby(computed, key=lambda value: tuple(map(entry_key, value.scope))):
+        values = list(group)
         numbers: dict[Any, int] = {}
         kinds = np.array([numbers.setdefault(describe_operation(v), len(numbers)) for v in values])
         i, step = 0, 1
