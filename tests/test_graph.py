@@ -1185,6 +1185,8 @@ def test_a_picture_is_a_mermaid_flowchart():
 def test_the_operands_of_attention_are_named():
     graph = tg.graph(gpt(n_layer=1)(IDS))
     assert [edge.label for edge in graph.picture.edges if edge.label in "QKV" and edge.label] == ["Q", "K", "V"]
+    closed = tg.graph(gpt(n_layer=1)(IDS), depth=2)  # the arrow into a closed attention stands for all three
+    assert {edge.label for edge in closed.picture.edges} <= {"", "residual", "tied"}
 
 
 def test_purple_means_attention_weights():

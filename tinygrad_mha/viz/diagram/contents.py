@@ -179,7 +179,7 @@ def draw_edges(layout: Layout) -> list[Edge]:
         if value.op is None or value in layout.inlined or target is None:
             continue
         residual = find_residual(layout, value) if isinstance(target, Value) else None
-        arguments = list_attention_arguments(layout, value)
+        arguments = list_attention_arguments(layout, value) if isinstance(target, Value) else []
         for i, source in enumerate(layout.operands(value)):
             start = layout.box(source)
             if start is None or start is target or joins_repetitions(layout, source, value):
