@@ -585,3 +585,51 @@ def test_the_command_line_generates_from_each_format_and_stops_at_its_end(tmp_pa
     assert [int(word) for word in capsys.readouterr().out.split()] == whole
     assert main(["generate", str(tmp_path), "--prompt", "bcd"]) == 2
     assert "tokenizer.json is not a byte pair encoding as GPT-2 has it" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ damage, sudden death
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_save_that_ends_anywhere_leaves_the_old_model_the_new_one_or_a_folder_that_is_refused(
+    linked, tmp_path, monkeypatch
+):
+    old, new = (make_model(activation=activation) for activation in ("gelu", "relu"))
+    replace, outcomes = os.replace, []
+    for n in range(6):
+        folder = tmp_path / str(n)
+        old.save_pretrained(folder)
+        if linked:  # as in the cache of Hugging Face
+            (folder / "config.json").rename(tmp_path / f"config-{n}")
+            (folder / "config.json").symlink_to(tmp_path / f"config-{n}")
+        calls = []
+
+        def end(source, target, n=n, calls=calls):
+            calls.append(target)
+            if len(calls) > n:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", end)
+        try:
+            new.save_pretrained(folder)
+        except KeyboardInterrupt:
+            assert len(calls) == n + 1
+        monkeypatch.setattr(os, "replace", replace)
+        try:
+            opened = nn.GPT.from_pretrained(folder)
+        except CheckpointError:
+            outcomes.append("refused")
+        else:
+            close(opened(IDS), (old if opened.config.activation == "gelu" else new)(IDS).data)
+            outcomes.append(opened.config.activation)
+    assert outcomes == ["gelu", "refused", "refused", "refused", "relu", "relu"]
+
+
+@pytest.mark.parametrize("key", ["n_layer", "vocab_size", "n_embd", "n_positions", "n_inner"])
+def test_absurd_sizes_are_compared_with_the_weights_before_memory_is_allocated(key, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: 6 * 10**9}))
+    with pytest.raises(CheckpointError, match="but the saved one has 2 and"):
+        nn.GPT.from_pretrained(tmp_path)

@@ -1024,3 +1024,14 @@ def test_the_loss_plot_is_written_if_matplotlib_is_installed(tmp_path, monkeypat
 def test_the_documented_example_is_true():
     run = train("tiny", text="hello world. " * 99, steps=3, eval_batches=1, sample_interval=0, show="quiet")
     assert [row["step"] for row in run.log.rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_embd", "block_size", "vocab_size"])
+def test_absurd_sizes_in_a_state_are_compared_with_the_weights_before_memory_is_allocated(key, tmp_path):
+    run = train("tiny", "hello world. " * 99, tmp_path, steps=1, eval_batches=1, sample_interval=0, show="quiet")
+    path = tmp_path / f"step-{run.step}" / "state.json"
+    state = json.loads(path.read_text())
+    state["model"]["identity"][key] = 4 * 10**9
+    path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="but the saved one has 2 and"):
+        load_trained(tmp_path)

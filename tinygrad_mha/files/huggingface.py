@@ -351,11 +351,18 @@ def write_folder(folder: str | os.PathLike[str], content: Folder, defaults: Mapp
     texts = [to_json(theirs), to_json(content.generation_config)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    generation_path = folder / "generation_config.json"
-    with replacing(folder / "config.json") as config_file, replacing(generation_path) as generation_file:
+    config_path, generation_path = folder / "config.json", folder / "generation_config.json"
+    with (
+        replacing(config_path) as config_file,
+        replacing(generation_path) as generation_file,
+        replacing(folder / "model.safetensors") as weights_file,
+    ):
         config_file.write_text(texts[0], encoding="utf-8")
         generation_file.write_text(texts[1], encoding="utf-8")
-        save_arrays(folder / "model.safetensors", form.write_arrays(content), {"format": "pt"})
+        save_arrays(weights_file, form.write_arrays(content), {"format": "pt"})
+        # Without it a folder does not open. So if the process is killed between the three renamings, of which that of
+        # config.json is the last, new weights are not read with old settings.
+        Path(os.path.realpath(config_path)).unlink(missing_ok=True)
     if not content.generation_config:
         generation_path.unlink()
 

@@ -1,25 +1,26 @@
 """Named arrays in one file, in the safetensors format.
 
 The file consists of eight bytes (the length of the header, little-endian), a JSON header with the dtype, shape and
-position of each array, and the bytes of all arrays without gaps. Reading and writing are done here and not by the
-safetensors package: NumPy has no BF16, every kind of damage must raise the same clear error, and a file that could not
-be written must leave nothing behind.
+position of each array, and the bytes of all arrays without gaps. The safetensors package writes it. Reading is done
+here: NumPy has no BF16, every kind of damage must raise the same clear error, and shapes are needed before memory is
+allocated.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import safetensors.numpy
 
 from tinygrad_mha.files.atomic import replacing
 from tinygrad_mha.files.json_files import CheckpointError, parse_json
 
-__all__ = ["load_arrays", "save_arrays"]
+__all__ = ["load_arrays", "read_shapes", "save_arrays"]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -46,26 +47,15 @@ def save_arrays(
     Raises:
         TypeError: the format has no code for the dtype of an array, such as complex.
     """
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    begin = 0
-    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # so that all arrays are aligned
-    for name in names:
-        array = arrays[name]
-        kind = next((kind for kind, dtype in DTYPES.items() if dtype == array.dtype.newbyteorder("<")), None)
-        if kind is None:
+    for name, array in arrays.items():
+        if array.dtype.newbyteorder("<") not in DTYPES.values():
             raise TypeError(
                 f"{name!r} has dtype {array.dtype}; a safetensors file contains floats, integers and booleans"
             )
-        kind = "U16" if kind == "BF16" else kind
-        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [begin, begin + array.nbytes]}
-        begin += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            array = arrays[name]
-            file.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+    # The package writes the wrong bytes of arrays with gaps or strides of 0, so it gets contiguous ones.
+    data = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata)
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -77,11 +67,28 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         CheckpointError: the file is damaged, or not a safetensors file.
         OSError: the file cannot be opened.
     """
-    with open(path, "rb") as file:
-        try:
-            return read_arrays(file)
-        except CheckpointError as error:
-            raise CheckpointError(f"{os.fspath(path)} cannot be read as a safetensors file: {error}") from error
+    with open(path, "rb") as file, naming_damage(path):
+        return read_arrays(file)
+
+
+def read_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Read the shape of each array in a safetensors file, from its header alone.
+
+    Raises:
+        CheckpointError, OSError: as `load_arrays`.
+    """
+    with open(path, "rb") as file, naming_damage(path):
+        entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
+    return {entry.name: entry.shape for entry in entries}
+
+
+@contextmanager
+def naming_damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let the errors about a file name it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be read as a safetensors file: {error}") from error
 
 
 class Entry(NamedTuple):
@@ -140,7 +147,7 @@ def parse_entry(name: str, fields: Any) -> Entry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise CheckpointError(f"the entry of {name!r} lacks dtype, shape or data_offsets")
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if kind not in DTYPES:
+    if kind not in list(DTYPES):
         raise CheckpointError(f"{name!r} has dtype {kind!r}, known are {', '.join(DTYPES)}")
     if not are_naturals(shape):
         raise CheckpointError(f"{name!r} has the shape {shape!r}, expected a list of integers of at least 0")

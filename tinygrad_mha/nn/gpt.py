@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tinygrad_mha.nn.heads import AttentionTrace, Edit, Heads, Masks, Projection
 from tinygrad_mha.nn.init import normal
 from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from tinygrad_mha.nn.module import Module, copy_on_arrays, has_array_forward
-from tinygrad_mha.nn.positions import Position, as_position
+from tinygrad_mha.nn.positions import Learned, Position, as_position
 from tinygrad_mha.nn.scores import Score, as_score
 from tinygrad_mha.tensors import Tensor, plain, wrap
 
@@ -112,6 +113,29 @@ class GPTConfig:
         score = as_score(self.score)
         self.score = score if isinstance(self.score, Mapping) else self.score
         self.make_position().check_head_width(self.n_embd // self.n_head)
+
+    def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check, before a model is allocated, that it is not far larger than the saved parameters for it.
+
+        Smaller differences are left to `load_state_dict`, which names all of them.
+
+        Args:
+            shapes: the shapes of the saved parameters by name.
+
+        Raises:
+            ValueError: it is far larger; the message gives both sizes.
+        """
+        width = self.n_embd
+        keys = width // self.n_head * (self.n_kv_head or self.n_head)
+        in_block = width * (2 * width + 2 * keys + 2 * (self.n_inner or 4 * width))
+        rows = self.vocab_size + (self.block_size if isinstance(self.make_position(), Learned) else 0)
+        size, saved_size = width * rows + self.n_layer * in_block, sum(map(math.prod, shapes.values()))
+        n_blocks = len({name.split(".")[1] for name in shapes if name.startswith("h.")})
+        if size > 2 * saved_size + 10_000_000 or self.n_layer > n_blocks + 100:
+            raise ValueError(
+                f"a model of this configuration has {self.n_layer:,} blocks and at least {size:,} parameters, but the "
+                f"saved one has {n_blocks:,} and {saved_size:,}"
+            )
 
     def make_position(self) -> Position:
         """The positional scheme as an object, without parameters."""
@@ -457,7 +481,9 @@ class GPT(Module):
         if dtype is None:
             dtype = np.float64 if any(a.dtype == np.float64 for a in content.arrays.values()) else np.float32
         try:
-            model = cls(GPTConfig.from_dict(content.settings)).astype(dtype)
+            config = GPTConfig.from_dict(content.settings)
+            config.check_size({name: array.shape for name, array in content.arrays.items()})
+            model = cls(config).astype(dtype)
             model.load_state_dict(content.arrays)
         except ValueError as error:
             raise CheckpointError(f"{os.fspath(folder)}: {error}") from error

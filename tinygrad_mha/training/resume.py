@@ -19,6 +19,7 @@ import numpy as np
 from tinygrad_mha.data import Tokenizer, load_tokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
 from tinygrad_mha.files.run_folder import find_latest, remove_others, write_checkpoint
+from tinygrad_mha.files.safetensors import read_shapes
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences, preset
 from tinygrad_mha.training.run_state import Run
@@ -197,7 +198,9 @@ def rebuild_model(checkpoint: Path, state: dict[str, Any]) -> GPT:
     try:
         if not saved["rebuild"]:
             raise ValueError(f"a {kind} with modules of your own")
-        model = GPT(GPTConfig.from_dict(config)).astype(*dtypes)
+        model_config = GPTConfig.from_dict(config)
+        model_config.check_size(read_shapes(checkpoint / "model.safetensors"))
+        model = GPT(model_config).astype(*dtypes)
     except (TypeError, ValueError) as error:
         reason = f"{checkpoint} is of a model that cannot be rebuilt ({error})"
         raise CheckpointError(
