@@ -17,7 +17,7 @@ from tinygrad_mha.cli import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinygrad_mha"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "tinygrad_mha."))
 
 
