@@ -64,6 +64,9 @@ EQUIVALENT = {
     "check/differences.py: return gaps[0] > 1e-3 * largest(self.gradient) and gaps[1] > 0.5 * gaps[0]": (
         "differences are never exactly equal to a threshold"
     ),
+    "decoding/generation.py: pieces = [writers[row].write(token) for row, token in zip(rows, tokens, strict=True)]": (
+        "each row gets one token, whatever `strict` says"
+    ),
     "decoding/stops.py: self.done = False": "each text gets a token before `done` is read",
     "files/huggingface.py: for name, part in zip(names, parts, strict=True):": (
         "both have the number of names, whatever `strict` says"
@@ -80,6 +83,11 @@ EQUIVALENT = {
         "a difference is never exactly equal to its limit, which is not 0"
     ),
     "viz/plots/attention_weights.py: axis.set_tick_params(length=0, pad=3)": "a matter of taste: distances",
+    "viz/plots/attention_weights.py: axes.spines[:].set_visible(False)": "a matter of taste: a border",
+    "viz/plots/attention_weights.py: size = min(9.0, cell * 72 * 0.8)": "a matter of taste: the size of letters",
+    'viz/plots/layer_predictions.py: add_scale(plot, image, axes, "probability", 1.0, 0.02)': (
+        "a matter of taste: distances"
+    ),
     "viz/plots/layer_predictions.py: axes.spines[:].set_visible(False)": "a matter of taste: a border",
     "viz/plots/training_curves.py: sums = np.cumsum(np.concatenate([[0.0], values]))": (
         "only differences of these sums are used"

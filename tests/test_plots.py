@@ -84,6 +84,17 @@ def test_nan_is_black_and_gaps_are_white():
     tg.viz.heatmap(np.full((2, 2), np.nan))
 
 
+def test_text_is_dark_on_light_cells_and_white_on_dark_ones():
+    assert [figures.text_color(weight) for weight in (0.0, 0.5, 0.6, 1.0, np.nan)] == [heat.INK] * 2 + ["white"] * 3
+
+
+def test_labels_of_panels_stand_at_their_middle(rng):
+    plot = tg.viz.heatmap(rng.dirichlet(np.ones(7), size=(3, 2, 5)))
+    places = {text.get_text(): text.get_position() for text in plot.findobj(Text)}
+    assert [places[f"head {n}"][0] for n in (1, 2)] == [3, 8 + 3]
+    assert [places[f"layer {n}"][1] for n in (1, 2, 3)] == [2, 6 + 2, 12 + 2]
+
+
 @pytest.mark.parametrize("weight", [-0.3, 1.7])
 def test_weights_outside_0_and_1_have_a_diverging_colour_map_with_symmetric_limits(weight, rng):
     weights = rng.uniform(0.0, 0.7, (2, 5, 5))
