@@ -638,7 +638,7 @@ def test_elements_of_a_gradient_that_are_not_finite_are_counted_beside_its_range
 
 
 def test_cells_of_minus_infinity_are_empty_and_other_infinities_dark():
-    assert heat.colour_of(-np.inf, 1.0, "value") == ("#ffffff", "#8c959f")
+    assert heat.colour_of(-np.inf, 1.0, "value") == ("#ffffff", "#6e7781")
     for x in (np.inf, np.nan):
         assert heat.colour_of(x, 1.0, "value")[0] == heat.NOT_A_NUMBER
 
@@ -865,12 +865,11 @@ def test_depth_closes_modules_and_says_class_shape_and_parameters():
     assert [len(tg.graph(model(IDS), depth=depth).picture.nodes) for depth in (0, 1)] == [2, 7]
 
 
-def test_of_closed_modules_those_that_compute_attention_and_the_last_have_a_colour():
+def test_a_closed_attention_is_not_drawn_as_attention_weights():
     kinds = {node.title: node.kind for node in tg.graph(gpt(n_layer=1)(IDS), depth=2).picture.nodes}
-    assert kinds == dict.fromkeys(["wte", "wpe", "ln_1", "ln_2", "mlp", "ln_f"], "op") | {
+    assert kinds == dict.fromkeys(["wte", "wpe", "ln_1", "attn", "ln_2", "mlp", "ln_f"], "op") | {
         "ids": "input",
         "+": "plus",
-        "attn": "attention",
         "lm_head": "output",
     }
 

@@ -325,12 +325,12 @@ def test_the_walkthrough_of_a_gpt_shows_the_numbers_of_its_own_attention(attenti
 
 
 def test_its_equations_are_read_from_its_run():
-    shown = equations(tg.walkthrough(make(Gain), [3, 1, 4, 1, 5]), head=1)
+    shown = equations(tg.walkthrough(make(Gain), [3, 1, 4, 1, 5], layer=0), head=1)
     assert shown["Q_2"] == "Q_2 = X @ W_Q2"
     assert shown["scores_2"] == "scores_2 = Q_2 @ K_2ᵀ / √3 * gain_2"
     assert shown["∂Q_2"] == "∂Q_2 = ∂scores_2 * gain_2 / √3 @ K_2"
     assert shown["Concat"] == "Concat = H_1 | H_2"
-    shown = equations(tg.walkthrough(make(Linear), [3, 1, 4, 1, 5]))
+    shown = equations(tg.walkthrough(make(Linear), [3, 1, 4, 1, 5], layer=0))
     assert "masked_1" not in shown
     positive = "where(condition 5×5, sigmoid({}), 0)"
     first, again = positive.format(" scores_1 "), positive.format("scores_1")
@@ -338,13 +338,13 @@ def test_its_equations_are_read_from_its_run():
 
 
 def test_heads_that_depend_on_each_other_are_shown_together_although_their_numbers_agree():
-    page = tg.walkthrough(make(Talking), [3, 1, 4, 1, 5])
+    page = tg.walkthrough(make(Talking), [3, 1, 4, 1, 5], layer=0)
     shown = equations(page)
     assert all(part in shown["scores_1"] for part in ("Q_1", "K_1", "Q_2", "K_2", "mix"))
 
 
 def test_keys_that_heads_share_are_shown(rng):
-    page = tg.walkthrough(make(Talking, n_embd=8, n_head=4, n_kv_head=2), [3, 1, 4, 1, 5])
+    page = tg.walkthrough(make(Talking, n_embd=8, n_head=4, n_kv_head=2), [3, 1, 4, 1, 5], layer=0)
     assert {"K_1", "K_2", "H_4"} <= set(values_of(page))
     assert "K_3" not in values_of(page)
 
@@ -363,7 +363,7 @@ def test_a_walkthrough_without_the_steps_it_needs_says_which_are_missing():
             return super().forward(x, edit=lambda name, t: show(name, t) if name in ("q", "heads") else t, **options)
 
     with pytest.raises(ValueError, match=r"Silent does not so show k, v, weights\. Let its forward call .*edit\(name"):
-        tg.walkthrough(make(Silent), [1, 2, 3])
+        tg.walkthrough(make(Silent), [1, 2, 3], layer=0)
     with pytest.raises(ValueError, match=r"Own does not so show q, k, v, weights, heads"):
         tg.walkthrough(make(own(lambda self, x: x @ self.w)), [1, 2, 3])
 
@@ -394,7 +394,7 @@ def test_a_subclass_of_the_attention_of_gpt_2_keeps_its_settings(settings, rng):
 
 
 def test_the_walkthrough_shows_an_overridden_forward_and_not_the_inherited_per_head():
-    page = tg.walkthrough(make(Temperature), [3, 1, 4, 1, 5])
+    page = tg.walkthrough(make(Temperature), [3, 1, 4, 1, 5], layer=0)
     assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √3 / 2"
     assert equations(page)["V_1"] == "V_1 = X @ W_V1 + b_V1"
     assert np.array_equal(values_of(page)["W_V1"], make(Temperature).h[0].attn.c_attn.weight.numpy()[:, 12:15])
@@ -412,7 +412,7 @@ def test_an_attention_without_an_axis_of_heads_has_one_head(rng):
             q, k, v = (show(name, layer(x)) for name, layer in zip("qkv", (self.q, self.k, self.v), strict=True))
             return ops.attend(q, k, v, nn.causal(x.shape[-2]), observe=show)
 
-    page = tg.walkthrough(make(One), [3, 1, 4, 1, 5])
+    page = tg.walkthrough(make(One), [3, 1, 4, 1, 5], layer=0)
     assert equations(page)["scores_1"] == "scores_1 = Q_1 @ K_1ᵀ / √6"
     assert len(read_page(page)["walks"]) == 1
 
@@ -426,7 +426,7 @@ def test_heads_that_are_changed_before_they_are_shown_are_written_head_by_head()
 
             return self.mha(x, causal=True, edit=change, **options)
 
-    shown = equations(tg.walkthrough(make(Scaled), [3, 1, 4, 1, 5]), head=1)
+    shown = equations(tg.walkthrough(make(Scaled), [3, 1, 4, 1, 5], layer=0), head=1)
     assert shown["Q_2"] == "Q_2 = tanh( X @ W_Q2 ) * gain_2"
     assert shown["∂gain_2"].startswith("∂gain_2 = sum( ∂Q_2 * tanh( X @ W_Q2 )")
 
@@ -490,6 +490,6 @@ def test_a_learned_parameter_below_another_operation_is_shown_with_its_value_and
 def test_a_multi_head_attention_put_in_by_hand_is_shown_with_the_mask_that_the_gpt_uses():
     model = nn.GPT(nn.GPTConfig(**SIZES))
     model.h[0].attn = nn.MultiHeadAttention(6, 2, rng=0)  # without causal=True
-    page = tg.walkthrough(model, [3, 1, 4])
+    page = tg.walkthrough(model, [3, 1, 4], layer=0)
     assert "masked_1" not in equations(page)
     assert (values_of(page)["S_1"] > 0).all()

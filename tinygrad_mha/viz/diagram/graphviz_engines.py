@@ -112,7 +112,7 @@ def run_engine(command: Command, dot: str, format: str, nodes: set[str]) -> byte
 def warn_of_scale(svg: str) -> None:
     """Warn if a picture was too large for MOST_PIXELS, and is smaller than it should be."""
     found = re.search(r'<g id="graph0"[^>]* transform="scale\(([\d.]+)', svg)
-    scale = float(found[1]) if found else 1.0
+    scale = float(found[1]) if found else PNG_DPI / 72
     if scale < 0.99 * PNG_DPI / 72:
         warnings.warn(
             f"the PNG was limited to {MOST_PIXELS} pixels a side, {scale * 72 / PNG_DPI:.0%} of its full size: "
