@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch_twins as twins
 from expressions import expression
-from test_torch_parity import assert_parity, assert_second_order_parity
+from test_torch_parity import assert_close, assert_parity, assert_second_order_parity
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, optim
@@ -36,10 +36,7 @@ Options = dict[str, Any]
 
 def close(ours: Any, theirs: Any, what: str, tolerance: float = 1e-9) -> None:
     """Equal within `tolerance` times the largest number (at least 1)."""
-    ours, theirs = (np.asarray(x.detach() if hasattr(x, "detach") else x) for x in (ours, theirs))
-    assert ours.shape == theirs.shape, f"{what}: shape {ours.shape}, torch has {theirs.shape}"
-    scale = max(1.0, np.abs(theirs).max(initial=0))
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale, err_msg=what)
+    assert_close(ours, theirs.detach(), tolerance, what)
 
 
 def choose(rng: np.random.Generator, *options: Any) -> Any:

@@ -15,16 +15,10 @@ import tinygrad_mha as tg
 from tinygrad_mha import Tensor, kernels, nn, ops, optim
 from tinygrad_mha.kernels import reference
 
+pytestmark = pytest.mark.usefixtures("kind")  # both kinds of kernels
+
 NAN, INF = math.nan, math.inf
 SHAPES = [(), (1,), (0,), (3,), (0, 5), (7, 0), (1, 13), (2, 3, 101), (40_009,)]
-
-
-@pytest.fixture(params=["numpy", "numba"], autouse=True)
-def kind(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(kernels, "active", request.param)
-    return request.param
 
 
 def single(rng, *shape, scale=1.0):

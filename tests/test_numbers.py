@@ -15,18 +15,11 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
-from tinygrad_mha import Tensor, kernels, nn, ops, optim
+from tinygrad_mha import Tensor, nn, ops, optim
+
+pytestmark = pytest.mark.usefixtures("kind")  # both kinds of kernels
 
 FLOATS = [np.float32, np.float64]
-
-
-@pytest.fixture(params=["numpy", "numba"], autouse=True)
-def kind(request, monkeypatch):
-    """Both kinds of kernels, as far as they are installed."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(kernels, "active", request.param)
-    return request.param
 
 
 def leaf(data, dtype=np.float64):

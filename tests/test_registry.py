@@ -5,20 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinygrad_mha import Tensor, gradcheck, kernels, ops
+from tinygrad_mha import Tensor, gradcheck, ops
 from tinygrad_mha.cli import check_primitive, main
 from tinygrad_mha.primitives import KINDS
 
+pytestmark = pytest.mark.usefixtures("kind")  # both kinds of kernels
+
 OWN = [op for op in ops.REGISTRY.values() if op.forward.__module__.startswith("tinygrad_mha.")]
 FUSED = [op for op in OWN if op.composition is not None]
-
-
-@pytest.fixture(params=["numpy", "numba"], autouse=True)
-def kind(request, monkeypatch):
-    """Both kinds of kernels, one after the other."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(kernels, "active", request.param)
 
 
 def samples(op):

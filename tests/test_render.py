@@ -342,74 +342,46 @@ def test_a_failed_save_keeps_the_old_file(no_engine, tmp_path):
 # In a browser
 
 
-def test_a_browser_shows_the_page_without_errors(engine, tmp_path):
-    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
-    import shutil
-
-    driver, browser = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
-    if driver is None or browser is None:
-        pytest.skip("no Chromium with its driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=700,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+def test_a_browser_shows_the_page_without_errors(browser, engine, tmp_path):
+    browser.set_window_size(700, 900)
     page = tg.graph(swept(two_heads()), engine=engine).save(tmp_path / "x.html")
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        chrome.get(page.as_uri())
-        width = chrome.execute_script("return document.querySelector('svg').getBoundingClientRect().width")
-        assert 500 < width <= 700  # drawn wider than the window, shown as wide as the window
-        shown = chrome.execute_script("return [...document.querySelectorAll('.node text')].map(t => t.textContent)")
-        assert {"X", "S_1", "scaled: Q_1 @ K_1ᵀ / √7"} < set(shown)
-        assert chrome.get_log("browser") == []
-    finally:
-        chrome.quit()
+    browser.get(page.as_uri())
+    width = browser.execute_script("return document.querySelector('svg').getBoundingClientRect().width")
+    assert 500 < width <= 700  # drawn wider than the window, shown as wide as the window
+    shown = browser.execute_script("return [...document.querySelectorAll('.node text')].map(t => t.textContent)")
+    assert {"X", "S_1", "scaled: Q_1 @ K_1ᵀ / √7"} < set(shown)
+    assert browser.get_log("browser") == []
 
 
-def test_a_page_opens_and_closes_modules_and_finds_names(tmp_path):
-    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
-    import shutil
-
-    driver, browser = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
-    if driver is None or browser is None:
-        pytest.skip("no Chromium with its driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=900,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+def test_a_page_opens_and_closes_modules_and_finds_names(browser, tmp_path):
+    browser.set_window_size(900, 900)
     model = nn.GPT(nn.GPTConfig(vocab_size=13, block_size=7, n_layer=2, n_head=2, n_embd=6), seed=0)
     page = tg.graph(model([[1, 2, 3]]).named("<b>logits")).save(tmp_path / "x.html")
     assert page.stat().st_size < 600_000
     assert "http:" not in re.sub(r"http://www\.w3\.org/\S+", "", page.read_text("utf-8"))
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
 
     def wait_for(state):
         script = "return document.body.dataset.state"
         deadline = time.monotonic() + 5
-        while chrome.execute_script(script) != state and time.monotonic() < deadline:
+        while browser.execute_script(script) != state and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert chrome.execute_script(script) == state
-        return chrome.execute_script("return [...document.querySelectorAll('.node text')].map(t => t.textContent)")
+        assert browser.execute_script(script) == state
+        return browser.execute_script("return [...document.querySelectorAll('.node text')].map(t => t.textContent)")
 
-    try:
-        chrome.get(page.as_uri())
-        chrome.find_element("css selector", "[data-state=none]").click()
-        assert "wte.weight" not in wait_for("none")
-        chrome.find_element("css selector", "g.node[role=button]").send_keys("\n")  # by keyboard: GPT, then its blocks
-        assert any("×2" in text for text in wait_for("cluster_0"))
-        block = chrome.find_elements("css selector", "g.node[role=button]")[0]
-        chrome.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", block)
-        assert "ln_1.weight" in wait_for("cluster_1")
-        chrome.find_element("id", "find").send_keys("gelu\n")
-        assert "gelu" in wait_for("cluster_3")
-        assert len(chrome.find_elements("css selector", ".found")) == 1
-        chrome.find_element("css selector", "g.cluster[role=button]").send_keys("\n")
-        assert "wte.weight" not in wait_for("none")
-        assert chrome.get_log("browser") == []
-    finally:
-        chrome.quit()
+    browser.get(page.as_uri())
+    browser.find_element("css selector", "[data-state=none]").click()
+    assert "wte.weight" not in wait_for("none")
+    browser.find_element("css selector", "g.node[role=button]").send_keys("\n")  # by keyboard: GPT, then its blocks
+    assert any("×2" in text for text in wait_for("cluster_0"))
+    block = browser.find_elements("css selector", "g.node[role=button]")[0]
+    browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", block)
+    assert "ln_1.weight" in wait_for("cluster_1")
+    browser.find_element("id", "find").send_keys("gelu\n")
+    assert "gelu" in wait_for("cluster_3")
+    assert len(browser.find_elements("css selector", ".found")) == 1
+    browser.find_element("css selector", "g.cluster[role=button]").send_keys("\n")
+    assert "wte.weight" not in wait_for("none")
+    assert browser.get_log("browser") == []
 
 
 def test_every_state_of_a_page_closes_what_it_says():
