@@ -7,18 +7,14 @@ python benchmarks/accuracy.py --write     writes it into docs/reliability.md
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import mpmath
 import numpy as np
+from reliability import replace_table
 
 from tinygrad_mha import kernels, ops
-
-PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
-BEGIN, END = "<!-- accuracy: begin -->\n", "<!-- accuracy: end -->"
 
 mpmath.mp.dps = 60
 Row = list[Any]  # numbers of mpmath
@@ -112,9 +108,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
     table = "\n".join(make_rows()) + "\n"
     if parser.parse_args().write:
-        text = PAGE.read_text(encoding="utf-8")
-        pattern = re.escape(BEGIN) + ".*" + re.escape(END)
-        PAGE.write_text(re.sub(pattern, lambda _: BEGIN + table + END, text, flags=re.DOTALL), encoding="utf-8")
+        replace_table("accuracy", table)
     print(f"{kernels.active} kernels\n{table}", end="")
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, KEPT = ROOT / "docs/reliability.md", ROOT / "reliability.json"
-BEGIN, END = "<!-- long run: begin -->\n", "<!-- long run: end -->"
 
 Counts = dict[str, Any]
 
@@ -70,9 +69,15 @@ def write_page(kept: dict[str, Counts]) -> None:
         if name in kept
         for line in describe(kept[name]["counts"])
     ]
-    table = "\n".join(["| part | date | result |", "|---|---|---|", *rows, ""])
-    text = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))
+    replace_table("long run", "\n".join(["| part | date | result |", "|---|---|---|", *rows, ""]))
+
+
+def replace_table(name: str, table: str) -> None:
+    """Write a table between the marks `<!-- NAME: begin -->` and `<!-- NAME: end -->` of the page."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    text = PAGE.read_text(encoding="utf-8")
+    pattern = re.escape(begin) + ".*" + re.escape(end)
+    PAGE.write_text(re.sub(pattern, lambda _: begin + table + end, text, flags=re.DOTALL), encoding="utf-8")
 
 
 def main() -> None:
