@@ -29,7 +29,7 @@ from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, st
 from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
 from tinygrad_mha.files.python_files import load_object, running
 from tinygrad_mha.files.run_folder import find_latest
-from tinygrad_mha.laboratory import LabServer
+from tinygrad_mha.laboratory import LabServer, find_weights
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
@@ -469,13 +469,12 @@ def run_show(args: argparse.Namespace) -> int:
 
 def list_weights(mha: MultiHeadAttention, head: int | None) -> Iterator[Matrix]:
     """W_Q, W_K and W_V of each head, or of one."""
-    for i in range(mha.n_head) if head is None else [head - 1]:
-        for name, weight in (("W_Q", mha.wq), ("W_K", mha.wk), ("W_V", mha.wv)):
-            width = weight.shape[1] // mha.n_head
-            columns = slice(i * width, (i + 1) * width)
-            yield Matrix(
-                f"{name}{i + 1}", weight.numpy()[:, columns], f"columns {columns.start} to {columns.stop - 1} of {name}"
-            )
+    weights = find_weights(mha)
+    for i in range(1, mha.n_head + 1) if head is None else [head]:
+        for name in ("W_Q", "W_K", "W_V"):
+            weight, columns = weights[f"{name}{i}"]
+            meaning = f"columns {columns.start} to {columns.stop - 1} of {name}"
+            yield Matrix(f"{name}{i}", weight.numpy()[:, columns], meaning)
 
 
 def add_walkthrough(commands: Any) -> None:

@@ -25,7 +25,15 @@ from tinygrad_mha.demo import embed_words
 from tinygrad_mha.nn import GPT, LayerNorm, Module, MultiHeadAttention, RMSNorm
 from tinygrad_mha.nn.positions import SCHEMES
 from tinygrad_mha.tensors import Tensor
-from tinygrad_mha.viz.page.document import LANGUAGES, fill_page, read_page_file, read_parts, walkthrough, write_json
+from tinygrad_mha.viz.page.document import (
+    LANGUAGES,
+    allow_room,
+    fill_page,
+    read_page_file,
+    read_parts,
+    walkthrough,
+    write_json,
+)
 from tinygrad_mha.viz.page.model_run import run_model
 
 __all__ = ["Experiment", "LabServer", "Settings", "write_python"]
@@ -331,13 +339,12 @@ class LabServer(ThreadingHTTPServer):
 
     def write_page(self) -> str:
         """The page of the lab, without results."""
-        room = read_parts("page")
         facts = {"model": self.model is not None, "n_head": 0 if self.model is None else self.model.config.n_head}
         choices = {"mask": MASKS, "norm": list(NORMS), "position": POSITIONS}
         data = {"settings": asdict(Settings()), "choices": choices, "facts": facts, "tokens": []}
         words = write_json(json.loads(read_page_file("lab_words.json")))
         parts = read_parts("lab") | {"WORDS": words, "DATA": write_json(data)}
-        return fill_page("lab.html", parts | {f"ROOM_{name}": room[name] for name in ("STYLE_HASH", "SCRIPT_HASH")})
+        return fill_page("lab.html", parts | allow_room(read_parts("page")))
 
 
 class Handler(BaseHTTPRequestHandler):

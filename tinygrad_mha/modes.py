@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast, overload
 
-__all__ = ["STATE", "State", "enable_grad", "is_grad_enabled", "no_grad", "record", "scope"]
+__all__ = ["STATE", "State", "enable_grad", "enter", "is_grad_enabled", "leave", "no_grad", "record", "scope"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])

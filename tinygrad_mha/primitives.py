@@ -177,9 +177,9 @@ class Primitive(Generic[P, R_co]):
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:  # type: ignore[misc]  # P cannot describe this
         if self.arrange is not None:
             inputs, keywords = self.arrange(inputs, keywords)
-        if keywords and self.variadic and not self.keywords_known.issuperset(keywords):
-            raise unknown_keyword(self.name, keywords.keys() - self.keywords_known)
-        if keywords and not self.variadic and not self.keywords_known.issuperset(keywords):
+        if keywords and not self.keywords_known.issuperset(keywords):
+            if self.variadic:
+                raise unknown_keyword(self.name, keywords.keys() - self.keywords_known)
             inputs, keywords = self._by_position(inputs, keywords)
         if self.defaults and len(keywords) < len(self.keywords):
             keywords = {**self.defaults, **keywords}

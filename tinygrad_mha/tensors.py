@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,6 +17,23 @@ from tinygrad_mha.ops.elementary import Axis
 from tinygrad_mha.primitives import Primitive, as_dtype, as_operand, from_data
 
 __all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "wrap"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def numpy_keywords(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that raises the error of `unknown_keyword` for a keyword that it does not have."""
+    known = frozenset(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if not known.issuperset(keywords):
+            raise unknown_keyword(method.__name__, keywords.keys() - known)
+        return method(*args, **keywords)
+
+    return call
 
 
 class Tensor:
@@ -439,70 +458,59 @@ class Tensor:
         """x limited to the range `min` to `max`, element-wise."""
         return ops.clip(self, min=min, max=max)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The sum over `axis` (None: all axes), which is removed, or left at length 1 with `keepdims`."""
-        if unknown:
-            raise unknown_keyword("sum", unknown)
         return ops.sum(self, axis=axis, keepdims=keepdims)
 
-    def mean(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The mean over `axis`; the shape as for `sum`."""
-        if unknown:
-            raise unknown_keyword("mean", unknown)
         return ops.mean(self, axis=axis, keepdims=keepdims)
 
-    def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
         """The variance over `axis`, with divisor n - ddof; the shape as for `sum`."""
-        if unknown:
-            raise unknown_keyword("var", unknown)
         return ops.var(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
         """The standard deviation over `axis`, with divisor n - ddof; the shape as for `sum`."""
-        if unknown:
-            raise unknown_keyword("std", unknown)
         return ops.std(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    def norm(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def norm(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The Euclidean norm over `axis`; the shape as for `sum`."""
-        if unknown:
-            raise unknown_keyword("norm", unknown)
         return ops.norm(self, axis=axis, keepdims=keepdims)
 
-    def max(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The maximum over `axis`; the shape as for `sum`. Equal maxima share the gradient evenly."""
-        if unknown:
-            raise unknown_keyword("max", unknown)
         return ops.max(self, axis=axis, keepdims=keepdims)
 
-    def min(self, axis: Axis = None, keepdims: bool = False, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The minimum over `axis`; the shape as for `sum`. Equal minima share the gradient evenly."""
-        if unknown:
-            raise unknown_keyword("min", unknown)
         return ops.min(self, axis=axis, keepdims=keepdims)
 
-    def argmax(self, axis: int | None = None, keepdims: bool = False, **unknown: Never) -> Any:
+    @numpy_keywords
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """The index of the maximum over `axis` (None: of all elements), as plain integers without gradient."""
-        if unknown:
-            raise unknown_keyword("argmax", unknown)
         return np.argmax(self._data, axis=axis, keepdims=keepdims)
 
-    def argmin(self, axis: int | None = None, keepdims: bool = False, **unknown: Never) -> Any:
+    @numpy_keywords
+    def argmin(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """The index of the minimum over `axis` (None: of all elements), as plain integers without gradient."""
-        if unknown:
-            raise unknown_keyword("argmin", unknown)
         return np.argmin(self._data, axis=axis, keepdims=keepdims)
 
-    def softmax(self, axis: int = -1, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def softmax(self, axis: int = -1) -> Tensor:
         """exp(x) / sum(exp(x)) along `axis`, in the shape of x. A row of -inf gives zeros."""
-        if unknown:
-            raise unknown_keyword("softmax", unknown)
         return apply(ops.softmax, (self,), {"axis": axis})
 
-    def log_softmax(self, axis: int = -1, **unknown: Never) -> Tensor:
+    @numpy_keywords
+    def log_softmax(self, axis: int = -1) -> Tensor:
         """The logarithm of the softmax along `axis`, in the shape of x."""
-        if unknown:
-            raise unknown_keyword("log_softmax", unknown)
         return ops.log_softmax(self, axis=axis)
 
     def reshape(self, *shape: Any) -> Tensor:

@@ -16,7 +16,7 @@ from tinygrad_mha import engine
 from tinygrad_mha.check.gradient_check import is_floating
 from tinygrad_mha.check.verdict import Finding, Verdict
 from tinygrad_mha.engine import Node
-from tinygrad_mha.modes import STATE
+from tinygrad_mha.modes import STATE, enter, leave
 from tinygrad_mha.nn.layers import Dropout
 from tinygrad_mha.nn.module import Module, Scope, walk
 from tinygrad_mha.primitives import Primitive
@@ -107,11 +107,11 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         self._reached: set[int] = set()  # what some loss was computed from
         self._checksums: dict[tuple[int, int], int] = {}  # of leaves when they were first used, by time of writing
         self._old_gradients = {id(p): p.grad for p in self.model.parameters() if p.grad is not None and p.grad.any()}
-        STATE.set(STATE.get()._replace(observer=self))
+        enter(self, observer=self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        STATE.set(STATE.get()._replace(observer=None))
+        leave(self, "observer")
         if error is not None:
             self.problem = f"{type(error).__name__}: {error}"
         if error is None or self._reached:

@@ -36,9 +36,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder, path.name)
-            with naming(path, Path(folder, path.name)), open(path, "wb") as device:
-                device.write(Path(folder, path.name).read_bytes())
+            temporary = Path(folder, path.name)
+            yield temporary
+            with naming(path, temporary), open(path, "wb") as device:
+                device.write(temporary.read_bytes())
         return
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

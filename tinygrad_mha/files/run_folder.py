@@ -26,7 +26,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["CsvLog", "check_new", "find_latest", "hold_folder", "remove_others", "write_checkpoint"]
+__all__ = ["STATE", "CsvLog", "check_new", "find_latest", "hold_folder", "remove_others", "write_checkpoint"]
 
 PATIENCE = 1.0  # seconds
 STATE = "state.json"  # the last file of a checkpoint; "files" in it names the others

@@ -147,7 +147,7 @@ def parse_entry(name: str, fields: Any) -> Entry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise CheckpointError(f"the entry of {name!r} lacks dtype, shape or data_offsets")
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if kind not in list(DTYPES):
+    if kind not in list(DTYPES):  # a damaged header may hold what has no hash, such as a list
         raise CheckpointError(f"{name!r} has dtype {kind!r}, known are {', '.join(DTYPES)}")
     if not are_naturals(shape):
         raise CheckpointError(f"{name!r} has the shape {shape!r}, expected a list of integers of at least 0")

@@ -97,8 +97,7 @@ def layer_norm_of_large_rows(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, large: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`layer_norm` where the squares of the rows `large` (..., 1) overflow: these are scaled down first."""
-    # A power of 2, so small that eps does not count beside the variance even then.
-    factor = np.where(large, np.ldexp(1.0, -5 * np.finfo(x.dtype).maxexp // 8), 1.0).astype(x.dtype)
+    factor = reference.shrink_large(large, x.dtype)
     y, mean, rstd = reference.layer_norm(x * factor, weight, bias, np.where(large, 0, eps).astype(x.dtype))  # type: ignore[arg-type]
     return y, mean / factor, rstd * factor
 

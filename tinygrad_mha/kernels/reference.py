@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 __all__ = ["EXACT_P", "LOWEST", "MANY", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp"]
-__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "softmax_over_keys", "sum_leading"]
+__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "shrink_large", "softmax_over_keys", "sum_leading"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # The error function
@@ -237,6 +238,14 @@ def sum_leading(x: np.ndarray, n: int) -> np.ndarray:
         return x.sum(axis=tuple(range(n)))
     rows = x.reshape((math.prod(x.shape[:n]), math.prod(x.shape[n:])))
     return np.ones(len(rows), x.dtype).dot(rows).reshape(x.shape[n:])
+
+
+def shrink_large(large: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """A factor for each row: 1, or where it is `large` a power of 2 with which its squares do not overflow.
+
+    It is so small that an eps does not count beside the mean square even then.
+    """
+    return np.where(large, np.ldexp(1.0, -5 * np.finfo(dtype).maxexp // 8), 1.0).astype(dtype)
 
 
 def row_mean_of_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -778,7 +778,7 @@ def prod(x: X, axis: Axis = None, keepdims: bool = False) -> X:
     """
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
     shape = keepdims_shape(x, axes)
-    kept = tuple(n for i, n in enumerate(x.shape) if i not in axes)
+    kept = reduced_shape(x, axes)
     y = moveaxis(x, axes, tuple(range(len(axes)))).reshape((math.prod(x.shape[i] for i in axes), *kept))
     if not len(y):
         return y.sum(axis=0).reshape(shape if keepdims else kept) + 1.0

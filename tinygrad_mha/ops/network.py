@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.kernels.reference import LOWEST, merge_rows
+from tinygrad_mha.kernels.reference import LOWEST, merge_rows, shrink_large
 from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, keepdims_shape, mean, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
@@ -214,8 +214,8 @@ def rms_norm(x, weight=None, *, eps=1e-5) -> Any:
     wide = x.astype(np.float32) if x.dtype == np.float16 else x  # squares overflow at 256
     with np.errstate(over="ignore"):  # handled below
         rstd = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if not rstd.all():  # the squares overflow: scale these rows by a power of 2, beside which eps does not count
-        factor = np.where(rstd == 0, np.ldexp(1.0, -5 * np.finfo(wide.dtype).maxexp // 8), 1.0).astype(wide.dtype)
+    if not rstd.all():  # the squares of some rows overflow
+        factor = shrink_large(rstd == 0, wide.dtype)
         scaled = wide * factor
         rstd = factor / np.sqrt(np.mean(scaled * scaled, axis=-1, keepdims=True) + np.where(rstd == 0, 0, eps))
         rstd = rstd.astype(wide.dtype)

@@ -46,8 +46,8 @@ def train(
     """Train a GPT on a text, or continue to train a model.
 
     Ctrl-C, SIGTERM and SIGHUP finish the current step, write a checkpoint and return; a second one stops at once. The
-    folder receives
-    `log.csv` (one row per step), `samples.csv`, the latest checkpoint and, if matplotlib is installed, `loss.png`.
+    folder receives `log.csv` (one row per step), `samples.csv`, the latest checkpoint and, if matplotlib is installed,
+    `loss.png`.
 
     Args:
         config: a TrainConfig or the name of a preset ("tiny", "cpu", "finetune"). Unless given it is "finetune" for a

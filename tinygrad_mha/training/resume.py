@@ -18,7 +18,7 @@ import numpy as np
 
 from tinygrad_mha.data import Tokenizer, load_tokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
-from tinygrad_mha.files.run_folder import find_latest, remove_others, write_checkpoint
+from tinygrad_mha.files.run_folder import STATE, find_latest, remove_others, write_checkpoint
 from tinygrad_mha.files.safetensors import read_shapes
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences, preset
@@ -84,7 +84,7 @@ def write_state(run: Run, folder: Path) -> None:
         "generators": {name: rng.bit_generator.state for name, rng in run.model.generators().items()},
         "optimizer": {"groups": saved["groups"], "state": numbers},
     }
-    write_json(folder / "state.json", state)
+    write_json(folder / STATE, state)
 
 
 def compute_digest(path: Path) -> str:
@@ -105,7 +105,7 @@ def check_files(checkpoint: Path, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} does not exist")
         found = compute_digest(path)
         if found != digest:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, in {checkpoint / 'state.json'} {digest}")
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, in {checkpoint / STATE} {digest}")
 
 
 def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -220,9 +220,9 @@ def read_state_and_model(checkpoint: Path, model: Any = None) -> tuple[dict[str,
     Raises:
         CheckpointError: not a checkpoint, or one of another model than the given one, or of one that must be given.
     """
-    path = checkpoint / "state.json"
+    path = checkpoint / STATE
     if not path.exists():
-        raise CheckpointError(f"{checkpoint} is not a checkpoint of a run: it contains no state.json")
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of a run: it contains no {STATE}")
     state = read_json(path)
     wrong = ", ".join(name for name in NEEDED if name not in state)
     if wrong:

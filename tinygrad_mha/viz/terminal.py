@@ -104,9 +104,7 @@ def list_matrices(
     n_head = max((len(step) for step in steps.values() if step.ndim == 3), default=1)
     if head is not None and not 1 <= head <= n_head:
         raise IndexError(f"head must be 1 to {n_head}, got {head}")
-    queries = choose_labels(
-        tokens, "tokens", count(steps, rows=("q", "scores", "masked", "weights", "heads", "concat"))
-    )
+    queries = choose_labels(tokens, "tokens", count(steps, rows=QUERIES_IN_ROWS))
     n_keys = count(steps, rows=KEYS_IN_ROWS, columns=KEYS_IN_COLUMNS)
     keys = queries if keys is None and n_keys == len(queries) else choose_labels(keys, "keys", n_keys)
     for i in range(n_head) if head is None else [head - 1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinygrad_mha.viz.diagram.dot import EDGE_COLOURS, LOOKS, fit
 from tinygrad_mha.viz.diagram.formulas import shorten
+from tinygrad_mha.viz.diagram.heat import INK
 from tinygrad_mha.viz.diagram.picture import Cluster, Node, Picture
 
 __all__ = ["to_mermaid"]
@@ -29,7 +30,7 @@ def to_mermaid(picture: Picture, direction: str = "TB") -> str:
     used = {node.kind for node in picture.nodes}
     for kind, look in LOOKS.items():
         if kind in used:
-            lines.append(f"  classDef {kind} fill:{look.fill},stroke:{look.border},color:#1b1f24")
+            lines.append(f"  classDef {kind} fill:{look.fill},stroke:{look.border},color:{INK}")
     return "\n".join([*lines, ""])
 
 

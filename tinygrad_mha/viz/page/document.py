@@ -1,9 +1,8 @@
 """The walkthrough pages: one attention layer from X to Y, or a whole GPT, in a run on an input of the user's.
 
 `measure` and `story` compute what a page shows, `equations` writes how. The page of a GPT has one page of an attention
-for each layer, its rooms. The page itself (page.html, page.css, page.js) computes
-only colours and positions. It is one file that loads nothing, and its content security policy makes the browser enforce
-that.
+for each layer, its rooms. The page itself (page.html, page.css, page.js) computes only colours and positions. It is one
+file that loads nothing, and its content security policy makes the browser enforce that.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def walkthrough(
             subject = prepare_attention(mha, x, grad)
         data = collect(subject, name_tokens(tokens, subject), causal)
     n, heads = len(data["tokens"]), len(data["walks"])
-    summary = f"{n} token{'s' * (n > 1)} and {heads} head{'s' * (heads > 1)}"
+    summary = f"{count(n, 'token')} and {count(heads, 'head')}"
     page = fit_page(lambda *crop: write_page(data, lang, *crop), summary, GOOD_CHARACTERS, MAX_CHARACTERS)
     return finish(Walkthrough(page, summary), path)
 
@@ -149,6 +148,11 @@ def finish(page: Walkthrough, path: str | os.PathLike[str] | None) -> Walkthroug
     if path is not None:
         page.save(path)
     return page
+
+
+def count(n: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{n} {noun}{'s' * (n > 1)}"
 
 
 def make_model_page(
@@ -161,7 +165,7 @@ def make_model_page(
         raise ValueError("grad is the gradient of one attention: choose it with layer=0")
     data = collect_model(model, ids, tokens, tokenizer)
     n, layers, heads = len(data["tokens"]), len(data["rooms"]), len(data["rooms"][0]["walks"])
-    summary = f"{n} token{'s' * (n > 1)}, {layers} layer{'s' * (layers > 1)} and {heads} head{'s' * (heads > 1)}"
+    summary = f"{count(n, 'token')}, {count(layers, 'layer')} and {count(heads, 'head')}"
     page = fit_page(lambda *crop: write_model_page(data, lang, *crop), summary, GOOD_MODEL, MAX_MODEL, MODEL_CROPS)
     return Walkthrough(page, summary)
 
@@ -215,9 +219,13 @@ def write_model_page(data: Json, lang: str, exact: bool, parameter_limit: int, l
     rooms = "".join(f'<script type="application/json" id="room-{i}">{text}</script>' for i, text in enumerate(texts))
     room_parts = read_parts("page")
     template = write_json(fill_page("page.html", room_parts | {"DATA": "{{DATA}}"}))
-    more = {"ROOMS": rooms, "TEMPLATE": template, "DATA": write_json(content)}
-    more |= {f"ROOM_{name}": room_parts[name] for name in ("STYLE_HASH", "SCRIPT_HASH")}
+    more = {"ROOMS": rooms, "TEMPLATE": template, "DATA": write_json(content)} | allow_room(room_parts)
     return fill_page("model.html", read_parts("model") | more)
+
+
+def allow_room(room_parts: dict[str, str]) -> dict[str, str]:
+    """The hashes by which a page with a page of an attention inside of it allows the parts of that."""
+    return {f"ROOM_{name}": room_parts[name] for name in ("STYLE_HASH", "SCRIPT_HASH")}
 
 
 def read_parts(name: str) -> dict[str, str]:

@@ -26,8 +26,8 @@ from tinygrad_mha.viz.page.equations import Json, as_matrix, write_walks
 from tinygrad_mha.viz.page.heads import HeadByHead
 from tinygrad_mha.viz.page.model_run import ModelRun, copy_for_run, run_model
 
-__all__ = ["MOST_PARAMETER_ROWS", "Subject", "as_json_number", "check_sequence", "collect", "enter_layer"]
-__all__ += ["name_tokens", "prepare_attention", "prepare_layer"]
+__all__ = ["MOST_PARAMETER_ROWS", "Subject", "as_json_number", "check_sequence", "collect", "compare_with_whole"]
+__all__ += ["enter_layer", "name_tokens", "prepare_attention", "prepare_layer"]
 
 MOST_TOKENS = 64
 MOST_PARAMETER_ROWS = 256  # of a parameter: for how many rows it is measured what they reach
@@ -273,20 +273,21 @@ def measure_decoding(attention: Any, x: np.ndarray, y: np.ndarray, options: Json
             before = cache.length
             row = run_forward(attention, x[t : t + 1], options, cache=cache)
             whole = run_forward(attention, x[: t + 1], options)
-            difference = np.abs(row.numpy()[0] - y[t]).max()
-            rounding = 1000 * np.finfo(y.dtype).eps * max(1.0, np.abs(y[t]).max())
-            steps.append(
-                {
-                    "computed": list(range(before, cache.length)),
-                    "cached": list(range(before)),
-                    "read": cache.length,
-                    "products": count_multiply_adds(row),
-                    "products_without": count_multiply_adds(whole),
-                    "difference": as_json_number(difference),
-                    "agrees": not difference > rounding,
-                }
-            )
+            rows = {"computed": list(range(before, cache.length)), "cached": list(range(before)), "read": cache.length}
+            steps.append(rows | compare_with_whole(row, whole, y[t]))
     return steps
+
+
+def compare_with_whole(row: Tensor, whole: Tensor, expected: np.ndarray) -> Json:
+    """A row (1, C) that was decoded with a cache, and `whole` without: what both cost, and whether it is `expected`."""
+    difference = np.abs(row.numpy()[0] - expected).max()
+    rounding = 1000 * np.finfo(row.dtype).eps * max(1.0, np.abs(expected).max())
+    return {
+        "products": count_multiply_adds(row),
+        "products_without": count_multiply_adds(whole),
+        "difference": as_json_number(difference),
+        "agrees": not difference > rounding,
+    }
 
 
 def as_json_number(number: Any) -> float | None:

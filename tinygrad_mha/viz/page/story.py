@@ -12,12 +12,18 @@ import numpy as np
 
 from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.arguments import as_ids
-from tinygrad_mha.decoding import count_multiply_adds
 from tinygrad_mha.decoding.sampling import Sampler, compute_probabilities
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.page.equations import Json
-from tinygrad_mha.viz.page.measure import as_json_number, check_sequence, collect, enter_layer, name_tokens
+from tinygrad_mha.viz.page.measure import (
+    as_json_number,
+    check_sequence,
+    collect,
+    compare_with_whole,
+    enter_layer,
+    name_tokens,
+)
 from tinygrad_mha.viz.page.model_run import ModelRun, run_model
 
 __all__ = ["collect_model", "encode_text"]
@@ -254,21 +260,14 @@ def measure_model_decoding(model: GPT, idx: np.ndarray, logits: np.ndarray) -> l
             whole = model(idx[: t + 1])
             kept = (cache.nbytes - bytes_before) // row.dtype.itemsize
             computed = count_numbers(row)
-            difference = np.abs(row.numpy()[-1] - logits[t]).max()
-            rounding = 1000 * np.finfo(row.dtype).eps * max(1.0, np.abs(logits[t]).max())
-            steps.append(
-                {
-                    "computed": computed,
-                    "kept": kept,
-                    "thrown": computed - kept - row.size,
-                    "read": bytes_before // row.dtype.itemsize,
-                    "logits": row.size,
-                    "products": count_multiply_adds(row),
-                    "products_without": count_multiply_adds(whole),
-                    "difference": as_json_number(difference),
-                    "agrees": not difference > rounding,
-                }
-            )
+            numbers = {
+                "computed": computed,
+                "kept": kept,
+                "thrown": computed - kept - row.size,
+                "read": bytes_before // row.dtype.itemsize,
+                "logits": row.size,
+            }
+            steps.append(numbers | compare_with_whole(row, whole, logits[t]))
     return steps
 
 
