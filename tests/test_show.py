@@ -93,6 +93,23 @@ def test_colours_are_for_terminals_and_no_color_turns_them_off(trace, capsys, mo
     assert "\033" not in capsys.readouterr().out
 
 
+def test_a_matrix_several_and_a_dict_of_them_are_shown_with_the_labels_given(capsys):
+    x = tg.Tensor(np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), name="X")
+    tg.show(x, WORDS)
+    assert capsys.readouterr().out.splitlines() == [
+        "X  3x2",
+        "  the  1.00  2.00",
+        "  cat  3.00  4.00",
+        "  坐   5.00  6.00",
+    ]
+    tg.show([x, (x * 2).named("Z")])
+    assert headings(capsys.readouterr().out) == [("X", "3x2"), ("Z", "3x2")]
+    tg.show({"dX": np.eye(3)}, WORDS, keys=["a", "b", "c"])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "b", "c"]
+    tg.show(np.eye(2))
+    assert capsys.readouterr().out.splitlines()[0] == "2x2"
+
+
 def test_what_cannot_be_shown_is_refused(trace):
     with pytest.raises(ValueError, match="tokens must be 3 labels"):
         tg.show(trace, ["the"])
@@ -101,7 +118,11 @@ def test_what_cannot_be_shown_is_refused(trace):
     with pytest.raises(IndexError, match="head must be 1 to 2, got 0"):
         tg.show(trace, head=0)
     with pytest.raises(TypeError, match="expected a trace"):
-        tg.show(np.eye(3))
+        tg.show("Q")
+    with pytest.raises(ValueError, match=r"X has the shape \(3,\)"):
+        tg.show(tg.Tensor(np.ones(3), name="X"))
+    with pytest.raises(ValueError, match="keys must be 3 labels"):
+        tg.show(np.eye(2, 3), ["the", "cat"], ["the"])
     mha = tg.nn.MultiHeadAttention(6, n_head=2, rng=0)
     with pytest.raises(ValueError, match="a batch of 2"):
         tg.show(mha(np.ones((2, 3, 6)), trace=True)[1])

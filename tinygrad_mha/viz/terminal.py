@@ -1,11 +1,11 @@
-"""Matrices as text for a terminal: `show` prints every step of an attention, head by head."""
+"""Matrices as text for a terminal: `show` prints every step of an attention, head by head, or matrices one by one."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from unicodedata import east_asian_width
 
@@ -14,7 +14,7 @@ import numpy as np
 from tinygrad_mha.data import show_token
 from tinygrad_mha.nn.gpt import GPTTrace
 from tinygrad_mha.nn.heads import NAMES, AttentionTrace
-from tinygrad_mha.tensors import plain
+from tinygrad_mha.tensors import Tensor, plain
 from tinygrad_mha.viz.diagram.heat import colour_of, common_factor, largest_magnitude, write_factor, write_value
 
 __all__ = ["Matrix", "print_matrices", "show"]
@@ -48,28 +48,30 @@ class Matrix(NamedTuple):
 
 
 def show(
-    trace: AttentionTrace | GPTTrace,
+    what: AttentionTrace | GPTTrace | Tensor | np.ndarray | Sequence[Tensor] | Mapping[str, Tensor | np.ndarray],
     tokens: Sequence[str] | None = None,
     keys: Sequence[str] | None = None,
     layer: int = 0,
     head: int | None = None,
 ) -> None:
-    """Print the matrices of an attention: Q, K, V, scores, masked scores, weights S and result H of each head; Concat.
+    """Print matrices: all of an attention (Q, K, V, scores, masked scores, S and H of each head; Concat), or your own.
 
     Each has its name, its shape and its numbers; rows and columns that belong to tokens have their labels. Numbers are
     written with two or three significant digits. On a terminal, cells are coloured as in pictures (unless NO_COLOR is
     set) and columns that do not fit are left out.
 
     Args:
-        trace: what an attention or a GPT returns with trace=True, for one sequence.
-        tokens: the labels of the queries, by default 1, 2, ...; also those of the keys if there are as many.
-        keys: the labels of the keys, for cross-attention or with a cache.
+        what: what an attention or a GPT returns with trace=True, for one sequence; or a matrix, several named Tensors,
+            or a dict of names and matrices.
+        tokens: the labels of the queries, by default 1, 2, ...; also those of the keys if there are as many. Of a
+            matrix, the labels of its rows, by default none.
+        keys: the labels of the keys, for cross-attention or with a cache. Of a matrix, those of its columns.
         layer: the layer of a GPT.
         head: print this head only: 1 for Q_1, K_1, ...
 
     Raises:
-        TypeError: no trace.
-        ValueError: a batch of several sequences, or a wrong number of labels.
+        TypeError: nothing that can be printed.
+        ValueError: a batch of several sequences, an array that is no matrix, or a wrong number of labels.
         IndexError: no such layer or head.
 
     Example:
@@ -84,11 +86,39 @@ def show(
           the  1.00     0
           cat  0.33  0.67
         ...
+        >>> show(tg.Tensor([[1.0, 2.0, 3.0]], name="X"), tokens=["the"])
+        X  1x3
+          the  1.00  2.00  3.00
     """
-    print_matrices(list_matrices(trace, tokens, keys, layer, head))
+    if isinstance(what, (AttentionTrace, GPTTrace)):
+        print_matrices(list_steps(what, tokens, keys, layer, head))
+    else:
+        print_matrices(list_matrices(what, tokens, keys))
 
 
-def list_matrices(
+def list_matrices(what: Any, tokens: Sequence[str] | None, keys: Sequence[str] | None) -> Iterator[Matrix]:
+    """One matrix, several, or a dict of them, with the same labels. The arguments are those of `show`."""
+    if isinstance(what, (Tensor, np.ndarray)):
+        what = [what]
+    if isinstance(what, (list, tuple)):
+        named = [(x.name or "" if isinstance(x, Tensor) else "", x) for x in what]
+    elif isinstance(what, Mapping):
+        named = list(what.items())
+    else:
+        named = []
+    if not named or not all(isinstance(x, (Tensor, np.ndarray)) for _, x in named):
+        raise TypeError(
+            f"expected a trace, as y, trace = mha(x, trace=True) gives, a matrix, or several; got {type(what).__name__}"
+        )
+    for name, x in named:
+        if x.ndim != 2:
+            raise ValueError(f"a matrix (rows, columns) can be shown, {name or 'this array'} has the shape {x.shape}")
+        rows = None if tokens is None else choose_labels(tokens, "tokens", x.shape[0])
+        columns = None if keys is None else choose_labels(keys, "keys", x.shape[1])
+        yield Matrix(name, plain(x), rows=rows, columns=columns)
+
+
+def list_steps(
     trace: Any, tokens: Sequence[str] | None, keys: Sequence[str] | None, layer: int, head: int | None
 ) -> Iterator[Matrix]:
     """The matrices of a trace, head by head. The arguments are those of `show`, whose errors this raises."""
@@ -96,8 +126,6 @@ def list_matrices(
         if not 0 <= layer < len(trace.attention):
             raise IndexError(f"layer must be 0 to {len(trace.attention) - 1}, got {layer}")
         trace = trace.attention[layer]
-    if not isinstance(trace, AttentionTrace):
-        raise TypeError(f"expected a trace, as y, trace = mha(x, trace=True) gives, got {type(trace).__name__}")
     steps = {name: one_sequence(plain(step)) for name, step in trace._asdict().items() if step is not None}
     if not steps:
         raise ValueError("this attention shows no steps: its forward calls edit(name, tensor) for each")
@@ -162,7 +190,7 @@ def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
     values = matrix.values
     factor, most = common_factor(values), largest_magnitude(values)
     shape = "x".join(map(str, values.shape))
-    yield f"{matrix.name}  {shape}  {matrix.meaning} {write_factor(factor)}".rstrip()
+    yield f"{matrix.name}  {shape}  {matrix.meaning} {write_factor(factor)}".strip()
     labels = list(matrix.rows or [""] * len(values))[:MOST_ROWS]
     cells = [[write_value(x, factor) for x in row] for row in values[:MOST_ROWS].tolist()]
     head = list(matrix.columns or [])
