@@ -1,20 +1,39 @@
-"""Draw the pictures of gallery.md: run its code blocks in the folder `gallery`."""
+"""Draw the pictures in `gallery`: run the code of each page that shows one, and keep the pictures that it shows.
 
+python docs/gallery.py [PAGE ...]
+"""
+
+import contextlib
 import os
 import re
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
-here = Path(__file__).parent
+HERE = Path(__file__).parent
 
 
-def main() -> None:
-    page = (here / "gallery.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    os.chdir(here / "gallery")
-    exec(compile("\n".join(blocks), "gallery.md", "exec"), {})
-    for path in sorted(Path().iterdir()):
-        print(f"{path.stat().st_size:9,} bytes  {path}")
+def main(*names: str) -> None:
+    pages = [HERE / name for name in names] or sorted(HERE.rglob("*.md"))
+    for page in pages:
+        draw_pictures(page)
+
+
+def draw_pictures(page: Path) -> None:
+    """Run the code blocks of a page in an empty folder, if the page shows pictures of the gallery, and copy these."""
+    text = page.read_text(encoding="utf-8")
+    pictures = sorted(set(re.findall(r"\]\((?:\.\./)?gallery/([^)]*)\)", text)))
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        if pictures:
+            with contextlib.redirect_stdout(None):
+                exec(compile("\n".join(blocks), page.name, "exec"), {})
+        for name in pictures:
+            if os.path.exists(name):  # another page may draw it
+                shutil.copyfile(name, HERE / "gallery" / name)
+                print(f"{os.path.getsize(name):9,} bytes  {name}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import importlib
+import io
 import pkgutil
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,15 +24,86 @@ PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglo
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "tinygrad_mha."))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_code_block_runs(page, own_primitives, tmp_path, monkeypatch):
+CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^()\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
+
+
+def name_page(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
+def test_every_code_block_runs_and_prints_what_the_page_shows(page, own_primitives, tmp_path, monkeypatch):
+    """A text block behind a code block is its output, or the beginning of it if it ends with a line `...`; a comment
+    behind `print(...)` begins with what that prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples" / "translation")
-    names: dict[str, object] = {}
-    for block in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        line = page.read_text()[: block.start(1)].count("\n")
+    text = page.read_text(encoding="utf-8")
+    lines = text.split("\n")
+    commented: list[tuple[str, str]] = []
+
+    def print_and_record(*values, **options):
+        print(*values, **options)
+        line = lines[sys._getframe(1).f_lineno - 1]
+        if match := re.match(r"print\(.*\)  +# (.*)", line):
+            commented.append((" ".join(map(str, values)), match[1]))
+
+    names: dict[str, object] = {"print": print_and_record}
+    for block in CODE.finditer(text):
+        line = text[: block.start(1)].count("\n")
         code = compile("\n" * line + block[1], str(page), "exec")  # the right line in a traceback
-        exec(code, names)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(code, names)
+        if block[2] is not None:
+            printed, shown = (hide_rounding(part) for part in (output.getvalue(), block[2]))
+            if shown.endswith("\n...\n"):
+                shown = shown.removesuffix("...\n")
+                printed = printed[: len(shown)]
+            assert printed == shown, f"what {page.name}, line {line}, prints"
+    for printed, comment in commented:
+        assert comment.startswith(printed), f"a comment in {page.name} begins with what the line prints"
+
+
+def hide_rounding(text):
+    """Differences by rounding depend on the machine."""
+    return re.sub(r"\d\.\de-1[3-7]", "0.0e-16", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+    for target in (match[1] or match[2] for match in LINK.finditer(text)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in list_anchors(file), f"{page.name} links to {target}"
+
+
+def list_anchors(page):
+    """The anchors of the headings of a page, as code hosts and the site make them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().split("nav:")[1].split("theme:")[0])
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    made = {"index.md", "zh/index.md", *(name for name in navigation if name.startswith("reference/"))}
+    assert sorted(navigation) == sorted(pages | made)
+
+
+def test_every_picture_of_the_gallery_is_drawn_by_the_code_of_a_page_and_shown():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    code = "".join(block[1] for text in texts for block in CODE.finditer(text))
+    for picture in (ROOT / "docs" / "gallery").iterdir():
+        assert f'"{picture.name}"' in code, f"no page draws {picture.name}"
+        assert any(f"gallery/{picture.name})" in text for text in texts), f"no page shows {picture.name}"
+    for picture in (ROOT / "docs" / "images").iterdir():
+        assert any(f"images/{picture.name})" in text for text in texts), f"no page shows {picture.name}"
 
 
 COMMAND = r"(?sm)^```console\n\$ tinygrad-mha ([^\n|]+?)(?: \| head -(\d+))?\n(.*?)^```"
