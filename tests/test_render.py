@@ -1,7 +1,10 @@
 """Every installed Graphviz draws every box, broken ones are skipped, and files are written whole or not at all."""
 
+import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import textwrap
 import time
@@ -431,3 +434,52 @@ def test_the_title_of_a_page_is_the_name_of_the_output(engine, tmp_path):
     text = tg.graph((x * 2).named("</title><b>y\x00"), engine=engine).save(tmp_path / "x.html").read_text("utf-8")
     assert "<title>graph of &lt;/title&gt;&lt;b&gt;y\ufffd</title>" in text
     assert boxes(tg.graph(x, names={"x": x}))["x"].title == "x"
+
+
+def read_layout(dot):
+    """The layout of Graphviz: the boxes (x0, y0, x1, y1) of the titles of frames, and points along the drawn arrows."""
+    program = shutil.which("dot")
+    if program is None:
+        pytest.skip("no dot on PATH")
+    layout = json.loads(subprocess.run([program, "-Tjson"], input=dot.encode(), capture_output=True, check=True).stdout)
+    titles = {}
+    for item in layout["objects"]:
+        if item["name"].startswith("cluster") and "lp" in item:
+            (x, y), w, h = map(float, item["lp"].split(",")), 36 * float(item["lwidth"]), 36 * float(item["lheight"])
+            titles[item["name"]] = x - w + 8, y - h + 3, x + w - 8, y + h - 3
+    arrows = []
+    for edge in layout["edges"]:
+        if edge.get("style") == "invis":
+            continue
+        points = np.array([p.split(",") for p in edge["pos"].split() if p[0] not in "es"], dtype=float)
+        t = np.linspace(0, 1, 50)[:, None]
+        bends = [points[i : i + 4] for i in range(0, len(points) - 3, 3)]
+        curve = [
+            (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * b + 3 * (1 - t) * t**2 * c + t**3 * d for a, b, c, d in bends
+        ]
+        arrows.append((edge, np.concatenate(curve)))
+    return titles, arrows
+
+
+def count_crossed_titles(graph):
+    """How many residual arrows there are, and how often one crosses the title of a frame."""
+    titles, arrows = read_layout(graph.dot)
+    residual = [points for edge, points in arrows if "residual" in edge.get("headlabel", "")]
+    crossed = sum(
+        ((x > x0) & (x < x1) & (y > y0) & (y < y1)).any()
+        for x, y in (points.T for points in residual)
+        for x0, y0, x1, y1 in titles.values()
+    )
+    return len(residual), crossed
+
+
+@pytest.mark.parametrize("options", [{}, {"position": "sinusoidal"}, {"position": "alibi"}, {"norm_first": False}])
+def test_no_residual_arrow_of_a_gpt_crosses_the_title_of_a_frame(options):
+    model = gpt(**options)
+    for depth in (None, 2):
+        assert count_crossed_titles(tg.graph(model.loss(IDS[:, :-1], IDS[:, 1:]), depth=depth)) == (2, 0)
+
+
+def test_no_residual_arrow_of_a_translator_crosses_the_title_of_a_frame():
+    model = nn.Transformer(11, 13, d_model=12, n_head=3, n_layer=2, d_ff=17, max_len=16, seed=0)
+    assert count_crossed_titles(tg.graph(model.loss(np.arange(5)[None], np.arange(6)[None]))) == (5, 0)

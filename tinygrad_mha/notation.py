@@ -330,7 +330,7 @@ def write_norm(c: Call) -> Formula:
 
 
 def write_attention(c: Call) -> Formula:
-    """softmax(q @ kᵀ / √d_k + bias) @ v; the mask is a remark."""
+    """softmax(q @ kᵀ / √d_k + bias) @ v. Remarks name the heads, where axes are (B, H, T, D), and the mask."""
     q, k, v, allow, bias = c.operands[:5]
     scale = c.keywords.get("scale")
     scale = c.shapes[0][-1] ** -0.5 if scale is None else scale
@@ -338,7 +338,8 @@ def write_attention(c: Call) -> Formula:
     exact = divide(scores, 1 / scale) if scale else None
     scores = exact or Formula(f"{write_number(scale)} · {scores.text}", PRODUCT)
     inner = f"{scores.text} + {bias.text}" if bias else scores.text
-    remarks = ("attention", mask_remark(c.constants[3])) if allow else ("attention",)
+    word = f"attention in {c.shape[1]} heads" if len(c.shape) == 4 and c.shape[1] > 1 else "attention"
+    remarks = (word, mask_remark(c.constants[3])) if allow else (word,)
     return Formula(f"softmax({inner}) @ {(v or MISSING).within(SIGN)}", PRODUCT, remarks)
 
 

@@ -84,8 +84,9 @@ class Sinusoidal(Position):
     takes_arrays = True
     acts_on = "input"
 
-    def forward(self, positions: np.ndarray, x: Tensor) -> np.ndarray:
-        return sinusoidal(positions, x.shape[-1]).astype(x.dtype)
+    def forward(self, positions: np.ndarray, x: Tensor) -> np.ndarray | Tensor:
+        table = sinusoidal(positions, x.shape[-1]).astype(x.dtype)
+        return table if self.on_arrays else Tensor(table, name="positions")
 
 
 @dataclass(unsafe_hash=True)

@@ -237,7 +237,8 @@ class Transformer(Translator):
     def _embed(self, embedding: Embedding, ids: np.ndarray, first: int = 0) -> Tensor:
         """Return scaled word vectors plus the sinusoids of positions first, first + 1, ... (section 3.4 and 3.5)."""
         x = ops.scale(embedding(ids), by=self.d_model**0.5)
-        return self.drop(x + self.table[first : first + ids.shape[-1]].astype(x.dtype))
+        table = self.table[first : first + ids.shape[-1]].astype(x.dtype)
+        return self.drop(x + (table if self.on_arrays else Tensor(table, name="positions")))
 
     def _compute_logits(self, x: Tensor) -> Tensor:
         return ops.linear(x if self.ln_target is None else self.ln_target(x), self.head.mT)

@@ -21,6 +21,7 @@ __all__ = ["compose_picture"]
 
 MOST_NUMBERED_BY_DEFAULT = 5  # rows and columns
 MOST_NUMBERED_ROWS = 32
+MOST_SHAPES = 3  # of the results of a closed module
 MAX_SEARCHED = 5000  # values between the two operands of an addition
 
 
@@ -87,15 +88,16 @@ def write_lines(layout: Layout, titles: dict[Value, str], value: Value, title: s
     # As many characters as fit under the title and over the table; without a table, a line may be longer.
     columns = value.array.shape[-1] if value.array.ndim else 1
     room = max(24, 3 * len(title) // 2, 2 * columns) if value in layout.tables else 40
-    return wrap_formula(text, min(room, 48), 8 if value.backward else 3)
+    return wrap_formula(text, min(room, 48), 8 if value.backward else 4)
 
 
 def frame_node(layout: Layout, frame: Frame, id: str) -> Node:
     """The box of a closed module."""
     results = layout.results(frame)
     kind: Kind = "output" if any(v in layout.run.roots for v in results) else "op"
-    shapes = dict.fromkeys(write_shape(v.array.shape) for v in results)
-    node = Node(id, kind, frame_title(layout, frame), ", ".join(shapes))
+    shapes = list(dict.fromkeys(write_shape(v.array.shape) for v in results))
+    shape = ", ".join(shapes) if len(shapes) <= MOST_SHAPES else f"{len(shapes)} shapes"
+    node = Node(id, kind, frame_title(layout, frame), shape)
     node.lines = [describe_frame(layout, frame)]
     node.parameters = parameters_line(layout, frame)
     node.cluster = layout.cluster_around(frame.parent)
@@ -190,11 +192,13 @@ def draw_edges(layout: Layout) -> list[Edge]:
             if ends in first:
                 if source in layout.stands_for and value not in layout.stands_for:
                     repeated[ends] += 1
-                closed = isinstance(start, Frame) or isinstance(target, Frame)
+                if arguments and arguments[i] and value not in layout.stands_for:
+                    first[ends].label += f", {arguments[i]}"  # Q, K, V
+                closed = isinstance(start, Frame) or isinstance(target, Frame) or arguments
                 if closed or value.backward or source in layout.stands_for or value in layout.stands_for:
                     continue  # says nothing new; in `x * x` a second arrow does
             edge = Edge(*ends, *edge_kind(layout, source, value, start, source is residual))
-            edge.label = edge.label or (arguments[i] if i < len(arguments) else "")
+            edge.label = edge.label or (arguments[i] if arguments else "")
             first.setdefault(ends, edge)
             edges.append(edge)
     for ends, times in repeated.items():
@@ -206,9 +210,14 @@ def joins_repetitions(layout: Layout, source: Value, value: Value) -> bool:
     """Whether an arrow leads from one repetition of a block into another, which ×N says already."""
     if source not in layout.stands_for and value not in layout.stands_for:
         return False
-    around = (layout.modules.frame_of[v].enclosing for v in (source, value))
-    a, b = ({id(layout.repeats[frame]): frame for frame in frames if frame in layout.repeats} for frames in around)
+    a, b = find_repeated_frames(layout, source), find_repeated_frames(layout, value)
     return any(b.get(group, frame) is not frame for group, frame in a.items())
+
+
+def find_repeated_frames(layout: Layout, value: Value) -> dict[int, Frame]:
+    """The frames around a value that are drawn once for several, by their group: its members share one list."""
+    frames = layout.modules.frame_of[value].enclosing
+    return {id(layout.repeats[frame]): frame for frame in frames if frame in layout.repeats}
 
 
 def edge_kind(layout: Layout, source: Value, value: Value, start: Value | Frame, residual: bool) -> tuple[Any, str]:

@@ -275,6 +275,8 @@ def write_arrows(picture: Picture, direction: str) -> list[str]:
     for edge in picture.edges:
         straight = not bent & {edge.source, edge.target}
         ends = (edge.source + start, edge.target + end) if straight else (edge.source, edge.target)
+        if edge.kind == "residual" and direction == "TB":
+            ends = edge.source + ":s", edge.target + ":ne"  # on the right: the titles of frames are on the left
         attributes = edge_attributes(edge, ways_out[edge.source] == 1)
         tooltip = quote(f"{nodes[edge.source].title} → {nodes[edge.target].title}")
         if edge.kind == "gradient":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from tinygrad_mha.viz.diagram.dot import EDGE_COLOURS, LOOKS, fit
 from tinygrad_mha.viz.diagram.formulas import shorten
 from tinygrad_mha.viz.diagram.heat import INK
@@ -19,8 +21,7 @@ def to_mermaid(picture: Picture, direction: str = "TB") -> str:
         >>> print(to_mermaid(Picture(nodes=[Node("t0", "input", "x", "3×5")])).splitlines()[1].strip())
         t0["<b>x</b> 3×5"]:::input
     """
-    lines = [f"flowchart {direction}"]
-    lines += write_inside(picture, None, "  ")
+    lines = [f"flowchart {direction}", *write_boxes(picture)]
     for edge in picture.edges:
         label = f"|{quote(edge.label)}|" if edge.label else ""
         lines.append(f"  {edge.source} -->{label} {edge.target}")
@@ -34,14 +35,26 @@ def to_mermaid(picture: Picture, direction: str = "TB") -> str:
     return "\n".join([*lines, ""])
 
 
-def write_inside(picture: Picture, parent: str | None, indent: str) -> list[str]:
-    """The boxes and the frames directly inside of a frame."""
-    lines = [indent + write_node(node) for node in picture.nodes if node.cluster == parent]
+def write_boxes(picture: Picture) -> list[str]:
+    """The boxes in their frames. Iterative, so frames can be nested to any depth."""
+    inside: dict[str | None, list[Node | Cluster]] = defaultdict(list)
+    for node in picture.nodes:
+        inside[node.cluster].append(node)
     for cluster in picture.clusters:
-        if cluster.parent == parent:
-            lines.append(f"{indent}subgraph {cluster.id}[{quote(write_title(cluster))}]")
-            lines += write_inside(picture, cluster.id, indent + "  ")
+        inside[cluster.parent].append(cluster)
+    lines: list[str] = []
+    todo: list[tuple[int, Node | Cluster | None]] = [(1, item) for item in reversed(inside[None])]
+    while todo:
+        depth, item = todo.pop()
+        indent = "  " * depth
+        if item is None:
             lines.append(f"{indent}end")
+        elif isinstance(item, Node):
+            lines.append(indent + write_node(item))
+        else:
+            lines.append(f"{indent}subgraph {item.id}[{quote(write_title(item))}]")
+            todo.append((depth, None))
+            todo += [(depth + 1, inner) for inner in reversed(inside[item.id])]
     return lines
 
 

@@ -2,7 +2,8 @@
 
 A node records in which modules it was made, so a computed value belongs to the innermost of them. A leaf belongs to the
 module that owns it. A parameter without a known owner belongs to the module that first uses it, or to the innermost
-frame that holds all of its users, so that W_Q1 stands in "head 1". Inputs stand outside of all modules.
+frame that holds all of its users, so that W_Q1 stands in "head 1". An input stands in the outermost module of its
+users.
 """
 
 from __future__ import annotations
@@ -62,11 +63,10 @@ def arrange_modules(run: Run) -> Modules:
     owners = find_owners(list_inside(tree.children, tree.root))
     names = {value: owners[id(value.tensor)][1] for value in run.values if id(value.tensor) in owners}
     kinds = {value: decide_kind(run, value, names, frame_of) for value in run.values}
-    entrance = find_entrance(tree, frame_of)
     for value in run.values:
         if value.op is None and not value.backward and run.users[value]:
             if kinds[value] == "input":
-                frame_of[value] = entrance
+                frame_of[value] = place_input(run, value, frame_of)
             elif value in names:
                 frame_of[value] = owners[id(value.tensor)][0]
             else:
@@ -87,35 +87,45 @@ def arrange_modules(run: Run) -> Modules:
 def find_owners(frames: Iterable[Frame]) -> dict[int, tuple[Frame, str]]:
     """For each leaf tensor that a living module of the run holds, by id: the innermost such frame, and its name there.
 
-    A leaf that two modules share belongs to the first of them.
+    A leaf that two modules share belongs to the first of them; if their classes are equal, to the frame around both, so
+    that equal blocks with one table of positions stay equal.
     """
     owners: dict[int, tuple[Frame, str]] = {}
+    found_in: dict[int, Frame] = {}
     for frame in frames:
         for name, tensor in walk(frame.module):
-            if isinstance(tensor, Tensor) and tensor.node is None:
-                known = owners.get(id(tensor))
-                if known is None or (known[0] is not frame and known[0] in frame.enclosing):
-                    owners[id(tensor)] = frame, name
+            if not isinstance(tensor, Tensor) or tensor.node is not None:
+                continue
+            known = found_in.get(id(tensor))
+            if known is None or (known is not frame and known in frame.enclosing):
+                found_in[id(tensor)] = frame
+                owners[id(tensor)] = frame, name
+            elif known.class_name == frame.class_name and known not in frame.enclosing:
+                owners[id(tensor)] = find_common([owners[id(tensor)][0], frame]), name
     return owners
 
 
 def place_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> Frame:
-    """The frame of a parameter without a known owner."""
+    """The frame of a parameter without a known owner, such as one of a module that was freed."""
     users = run.users[leaf]
-    for user in users:
-        if frame_of[user].class_name and weight_role(leaf, user):
-            return frame_of[user]
-    around = set.intersection(*(set(frame_of[user].enclosing) for user in users))
-    return next(frame for frame in frame_of[users[0]].enclosing if frame in around)
+    owners = [frame_of[user] for user in users if frame_of[user].class_name and weight_role(leaf, user)]
+    if len({frame.class_name for frame in owners}) > 1:
+        return owners[0]
+    return find_common(owners or [frame_of[user] for user in users])
 
 
-def find_entrance(tree: FrameTree, frame_of: dict[Value, Frame]) -> Frame:
-    """Where inputs stand: outside of all modules, unless one module is the frame of the whole picture."""
-    outermost = tree.children[tree.root]
-    frame = outermost[0] if outermost and outermost[0].scope is FORWARD else tree.root
-    inner = tree.children[frame]
-    computes = any(value.op is not None and frame_of[value] is frame for value in frame_of)
-    return inner[0] if len(inner) == 1 and inner[0].class_name and not computes else frame
+def place_input(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> Frame:
+    """The outermost module around all uses of an input, whatever else the picture holds; else the frame of the pass."""
+    outwards = find_common(frame_of[user] for user in run.users[leaf]).enclosing
+    modules = [frame for frame in outwards if frame.class_name]
+    return modules[-1] if modules else next((f for f in outwards if f.scope is FORWARD), outwards[-1])
+
+
+def find_common(frames: Iterable[Frame]) -> Frame:
+    """The innermost frame around all of these."""
+    first, *others = frames
+    around = [set(frame.enclosing) for frame in others]
+    return next(frame for frame in first.enclosing if all(frame in outer for outer in around))
 
 
 def mirror_forward(tree: FrameTree) -> dict[Frame, Frame]:

@@ -208,7 +208,16 @@ def add_computed(
     if scope and isinstance(scope[-1], Rule):
         scope, rule_of = scope[:-1], scope[-1].op
     values[id(tensor)] = Value(
-        tensor.numpy(), tensor.name, tensor, gradient, node.op, tuple(inputs), node.kwargs, scope, backward, [], rule_of
+        tensor.numpy(),
+        tensor.name,
+        tensor,
+        gradient=gradient,
+        op=node.op,
+        inputs=tuple(inputs),
+        kwargs=node.kwargs,
+        scope=scope,
+        backward=backward,
+        rule_of=rule_of,
     )
 
 
