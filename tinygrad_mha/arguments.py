@@ -119,7 +119,7 @@ def check_ids(ids: Any, n: int, name: str, besides: int | None = None) -> None:
     wrong = (ids < 0) | (ids >= n)
     if besides is not None:
         wrong &= ids != besides
-    if wrong.any():
+    if np.count_nonzero(wrong):  # for few ids twice as fast as wrong.any()
         index = tuple(int(i) for i in np.argwhere(wrong)[0])
         also = "" if besides is None else f" (or {besides}, which is ignored)"
         raise IndexError(f"{name}{list(index)} is {ids[index]}, expected 0 to {n - 1}{also}")

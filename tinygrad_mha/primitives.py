@@ -181,13 +181,17 @@ class Primitive(Generic[P, R_co]):
             if self.variadic:
                 raise unknown_keyword(self.name, keywords.keys() - self.keywords_known)
             inputs, keywords = self._by_position(inputs, keywords)
+        are_arrays = len(inputs) >= self.required
+        for x in inputs:
+            are_arrays = are_arrays and (x is None or (x.__class__ is ndarray and x.dtype.isnative))
+        if are_arrays:  # nothing to convert, and the defaults are those of the function
+            return self.compute(inputs, keywords)
         if self.defaults and len(keywords) < len(self.keywords):
             keywords = {**self.defaults, **keywords}
         if len(inputs) < len(self.arguments) and not self.variadic:
             inputs = self._complete(inputs)
         for x in inputs:
-            # Most are arrays, and looking for the method takes time.
-            if x.__class__ is not ndarray and x is not None and hasattr(x, "__apply_primitive__"):
+            if hasattr(x, "__apply_primitive__"):
                 return x.__apply_primitive__(self, inputs, keywords)
         return self.compute([as_operand(x, inputs) for x in inputs], keywords)
 
@@ -196,7 +200,7 @@ class Primitive(Generic[P, R_co]):
         try:
             value = self.forward(*arrays, **keywords)
         except self.EXPLAINED as error:
-            raise self.explain(error, arrays, keywords) from error
+            raise self.explain(error, arrays, {**self.defaults, **keywords}) from error
         if value.__class__ is tuple and value[0].__class__ is ndarray:  # residuals are not wanted
             value = value[0]
         return value if value.__class__ is ndarray else self.value_and_residuals(value)[0]

@@ -9,7 +9,6 @@ Axes: B rows (prompts), R rows that are still running, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
@@ -23,6 +22,7 @@ from tinygrad_mha.decoding.beam import Hypothesis, beam_search
 from tinygrad_mha.decoding.language_model import Cache, LanguageModel, make_cache
 from tinygrad_mha.decoding.sampling import Sampler, check_logits, compute_log_probabilities
 from tinygrad_mha.decoding.stops import TextWriter, parse_end_ids, parse_stops
+from tinygrad_mha.engine import WriteTime
 from tinygrad_mha.modes import STATE, no_grad
 from tinygrad_mha.tensors import Tensor, plain
 
@@ -221,12 +221,14 @@ class Request:
         stops = parse_stops(stop, tokenizer, vocab_size)
         self.stops = stops._replace(ids=stops.ids | parse_end_ids(eos, model, vocab_size))
         self.sampler = Sampler(temperature, top_k, top_p, seed, len(self.prompts))
+        self._copy: LanguageModel | None = None  # see `_fast_model`
+        self._copied_at = 0
         check_context(max(map(len, self.prompts)), self.max_new_tokens, self.block_size, on_full)
 
     def steps(self) -> Iterator[Step]:
         """The loop: read the new tokens, draw one token per row, continue with the rows that have not stopped."""
         longest = max(map(len, self.prompts))
-        pads = np.array([longest - len(prompt) for prompt in self.prompts])
+        pads = [longest - len(prompt) for prompt in self.prompts]
         ids = np.zeros((len(pads), longest + self.max_new_tokens), np.int64)
         for row, prompt in enumerate(self.prompts):
             ids[row, pads[row] : longest] = prompt
@@ -234,16 +236,16 @@ class Request:
         rows = np.arange(len(pads))  # those that are still running
         cache = self._new_cache()
         for length in range(longest, longest + self.max_new_tokens):
-            logits = check_logits(self._compute_logits(ids[rows, :length], pads[rows], cache))
+            logits = check_logits(self._compute_logits(ids[:, :length], pads, cache))
             tokens = self.sampler.choose(logits, rows)
-            ids[rows, length] = tokens
+            ids[:, length] = tokens
             pieces = [writers[row].write(token) for row, token in zip(rows, tokens, strict=True)]
             yield Step(rows, tokens, logits, pieces)
-            running = np.flatnonzero([not writers[row].done for row in rows])
-            if len(running) == 0:
+            running = [i for i, row in enumerate(rows) if not writers[row].done]
+            if not running:
                 return
             if len(running) < len(rows):
-                rows = rows[running]
+                rows, ids, pads = rows[running], ids[running], [pads[i] for i in running]
                 cache = None if cache is None else cache.select(running)
 
     def sample(self, logprobs: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -292,7 +294,7 @@ class Request:
         def step(prefixes: np.ndarray, parents: np.ndarray) -> np.ndarray:
             nonlocal cache
             cache = None if cache is None else cache.select(parents)
-            return compute_log_probabilities(self._compute_logits(prefixes, np.zeros(len(prefixes), np.int64), cache))
+            return compute_log_probabilities(self._compute_logits(prefixes, [0] * len(prefixes), cache))
 
         def ends(tokens: np.ndarray) -> bool:
             writer = self._writer(prompt)
@@ -302,7 +304,7 @@ class Request:
 
         return beam_search(step, prompt, ends, beam, self.max_new_tokens, length_penalty).best
 
-    def _compute_logits(self, ids: np.ndarray, pads: np.ndarray, cache: Cache | None) -> np.ndarray:
+    def _compute_logits(self, ids: np.ndarray, pads: list[int], cache: Cache | None) -> np.ndarray:
         """Run the model on `ids` (R, T), without the tokens in the cache -> logits of the next token (R, V).
 
         The first `pads[i]` ids of row i are padding. If there are more than block_size ids, only the last are used.
@@ -312,19 +314,22 @@ class Request:
         if window:
             cache = None  # the position of every token has changed
         new = window if cache is None else cache.length  # the first column that the model has not processed
-        visible = np.maximum(pads, window)  # the first column of each row that is not padding; it has position 0
         options: dict[str, Any] = {}
-        if (visible > window).any():
+        if max(pads) > window:
+            visible = np.maximum(pads, window)  # the first column of each row that is not padding; it has position 0
             options["positions"] = np.maximum(np.arange(new, length) - visible[:, None], 0)
             options["key_allow"] = np.arange(window, length) >= visible[:, None]
         if cache is not None:
             options["cache"] = cache
-        model = self.fast_model if STATE.get().is_silent else self.model
+        model = self._fast_model() if STATE.get().is_silent else self.model
         return plain(model(ids[:, new:], last_only=True, **options))[:, -1]
 
-    @functools.cached_property
-    def fast_model(self) -> LanguageModel:
-        return self.model.copy_on_arrays() if hasattr(self.model, "copy_on_arrays") else self.model
+    def _fast_model(self) -> LanguageModel:
+        """The model on arrays, if it can be copied so; again after each write, which may have replaced its arrays."""
+        if self._copy is None or self._copied_at != WriteTime.latest:
+            self._copied_at = WriteTime.latest
+            self._copy = self.model.copy_on_arrays() if hasattr(self.model, "copy_on_arrays") else self.model
+        return self._copy
 
     def _new_cache(self) -> Cache | None:
         return make_cache(self.model) if self.use_cache else None

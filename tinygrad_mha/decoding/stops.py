@@ -93,9 +93,12 @@ class TextWriter:
     def write(self, token: int) -> str:
         """Append a token; returns the text that it completes, "" without a tokenizer."""
         self.remaining -= 1
-        piece = "" if self._decoder is None else self._decoder.push(token)
+        self.done = self.remaining == 0 or token in self.stops.ids
+        if self._decoder is None:
+            return ""
+        piece = self._decoder.push(token)
         text = self._tail + piece
         strings = self.stops.strings
-        self.done = self.remaining == 0 or token in self.stops.ids or any(string in text for string in strings)
+        self.done = self.done or any(string in text for string in strings)
         self._tail = text[-max(map(len, strings), default=1) :]
-        return piece + self._decoder.flush() if self.done and self._decoder is not None else piece
+        return piece + self._decoder.flush() if self.done else piece

@@ -84,22 +84,7 @@ def layer_norm(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Normalize the last axis: the result, and the mean (..., 1) and 1 / sqrt(var + eps) (..., 1) of each row."""
-    given = [a for a in (weight, bias) if a is not None]
-    body = select(x, *given) if all(a.shape == x.shape[-1:] for a in given) else reference
-    result = body.layer_norm(x, weight, bias, eps)
-    usable = result[2] > 0  # the variance of a row is finite
-    return (
-        result if np.count_nonzero(usable) == usable.size else layer_norm_of_large_rows(x, weight, bias, eps, ~usable)
-    )
-
-
-def layer_norm_of_large_rows(
-    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, large: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`layer_norm` where the squares of the rows `large` (..., 1) overflow: these are scaled down first."""
-    factor = reference.shrink_large(large, x.dtype)
-    y, mean, rstd = reference.layer_norm(x * factor, weight, bias, np.where(large, 0, eps).astype(x.dtype))  # type: ignore[arg-type]
-    return y, mean / factor, rstd * factor
+    return select(*[a for a in (x, weight, bias) if a is not None]).layer_norm(x, weight, bias, eps)
 
 
 def layer_norm_vjp(

@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from tinygrad_mha.kernels import reference
 from tinygrad_mha.kernels.reference import TANH_P, merge_rows
 
 __all__ = ["adam", "gelu", "gelu_vjp", "layer_norm", "layer_norm_vjp", "softmax_over_keys"]
@@ -145,13 +146,17 @@ def layer_norm(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     n = x.shape[-1]
     weight, bias = np.ones(n, F) if weight is None else weight, np.zeros(n, F) if bias is None else bias
+    if weight.shape != (n,) or bias.shape != (n,):
+        return reference.layer_norm(x, weight, bias, eps)
     y, mean, rstd = np.empty_like(x), np.empty((*x.shape[:-1], 1), F), np.empty((*x.shape[:-1], 1), F)
-    layer_norm_loops(merge_rows(x), weight, bias, F(eps), merge_rows(y), mean.reshape(-1), rstd.reshape(-1))
-    return y, mean, rstd
+    if layer_norm_loops(merge_rows(x), weight, bias, F(eps), merge_rows(y), mean.reshape(-1), rstd.reshape(-1)):
+        return y, mean, rstd
+    return reference.layer_norm(x, weight, bias, eps)
 
 
 @compile_loops
 def layer_norm_loops(x, weight, bias, eps, y, mean, rstd):  # type: ignore[no-untyped-def]
+    """Whether the squares of all rows have finite sums. If not, the result cannot be used."""
     rows, n = x.shape
     for r in range(rows):
         total, rest, squares = ZERO, ZERO, ZERO
@@ -166,9 +171,12 @@ def layer_norm_loops(x, weight, bias, eps, y, mean, rstd):  # type: ignore[no-un
         mean[r] += rest
         variance = squares / F(n) - rest * rest
         variance = ZERO if variance < ZERO else variance
-        rstd[r] = ONE / np.sqrt(variance + eps) if variance < INFINITY else ZERO  # `kernels.layer_norm` looks for 0
+        if not variance < INFINITY:
+            return False
+        rstd[r] = ONE / np.sqrt(variance + eps)
         for i in range(n):
             y[r, i] = (x[r, i] - mean[r]) * rstd[r] * weight[i] + bias[i]
+    return True
 
 
 def layer_norm_vjp(
@@ -204,15 +212,20 @@ LOWEST = F(np.finfo(F).min)
 
 
 def softmax_over_keys(scores: np.ndarray, allow: np.ndarray | None) -> np.ndarray:
-    n_k, n_q = scores.shape[-2:]
-    mask = np.ones((1, 1), bool) if allow is None else allow
-    if mask.size == mask.shape[-2] * mask.shape[-1]:  # one mask for all matrices of scores
-        mask = np.broadcast_to(mask.reshape(mask.shape[-2:]), (n_k, n_q))
+    matrices = merge_matrices(scores)
+    if allow is None:
+        mask = np.ones((1, *scores.shape[-2:]), bool)
+    elif allow.size == allow.shape[-2] * allow.shape[-1]:  # one mask for all matrices of scores
+        mask = np.broadcast_to(allow.reshape(allow.shape[-2:]), (1, *scores.shape[-2:]))
     else:
-        mask = np.broadcast_to(mask, scores.shape)
-    matrices = [np.ascontiguousarray(a).reshape(math.prod(a.shape[:-2]), n_k, n_q) for a in (scores, mask)]
-    softmax_loops(*matrices)
+        mask = merge_matrices(np.broadcast_to(allow, scores.shape))
+    softmax_loops(matrices, np.ascontiguousarray(mask))
     return scores
+
+
+def merge_matrices(x: np.ndarray) -> np.ndarray:
+    """Merge all axes in front of the last two: (..., m, n) -> (N, m, n)."""
+    return x.reshape((math.prod(x.shape[:-2]), *x.shape[-2:]))
 
 
 @compile_loops

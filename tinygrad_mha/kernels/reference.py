@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EXACT_P", "LOWEST", "MANY", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp"]
-__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "shrink_large", "softmax_over_keys", "sum_leading"]
+__all__ = ["EXACT_P", "LOWEST", "MANY", "TANH_P", "adam", "blockwise", "erf", "gelu", "gelu_vjp", "is_narrow"]
+__all__ += ["layer_norm", "layer_norm_vjp", "merge_rows", "row_mean_of_product", "shrink_large", "softmax_over_keys"]
+__all__ += ["sum_leading"]
 
 # --------------------------------------------------------------------------------------------------------------------
 # The error function
@@ -186,10 +187,23 @@ def blockwise(step: Callable[..., None], *arrays: np.ndarray, size: int = BLOCK)
 def layer_norm(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    if x.dtype == np.float16:  # its sums overflow at 65504
-        y, mean, rstd = layer_norm(x.astype(np.float32), weight, bias, eps)
-        return y.astype(np.result_type(*[a for a in (x, weight, bias) if a is not None])), mean, rstd
-    with np.errstate(over="ignore", invalid="ignore"):  # `kernels.layer_norm` scales rows that overflow
+    if is_narrow(x):
+        y, mean, rstd = normalize_in_float64(x, eps)
+    else:
+        y, mean, rstd = normalize(x, eps)
+        large = ~(rstd > 0)  # the variance of the row is not finite
+        if large.any():
+            factor = shrink_large(large, x.dtype)
+            y, mean, rstd = normalize(x * factor, np.where(large, 0, eps).astype(x.dtype))
+            mean, rstd = mean / factor, rstd * factor
+    if weight is not None:
+        y = y * weight
+    return y if bias is None else y + bias, mean, rstd
+
+
+def normalize(x: np.ndarray, eps: float | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x - mean) * rstd, and of each row the mean (..., 1) and rstd = 1 / sqrt(var + eps) (..., 1)."""
+    with np.errstate(over="ignore", invalid="ignore"):
         mean = row_mean(x)
         y = x - mean
         rest = row_mean(y)  # the rounding error of the mean, which would be normalized where a row is constant
@@ -197,9 +211,25 @@ def layer_norm(
         y -= rest
         rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
         y *= rstd
-    if weight is not None:
-        y = y * weight
-    return y if bias is None else y + bias, mean, rstd
+    return y, mean, rstd
+
+
+def normalize_in_float64(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`normalize` for narrow x: in float64, their sums of squares do not overflow, and their means are exact enough."""
+    y = x.astype(np.float64)
+    mean = row_mean(y)
+    y -= mean
+    rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
+    y *= rstd
+    return y.astype(x.dtype), mean.astype(x.dtype), rstd.astype(x.dtype)
+
+
+FEW = 1 << 12  # elements: below, arithmetic takes less time than the calls of NumPy
+
+
+def is_narrow(x: np.ndarray) -> bool:
+    """Whether norms compute in float64: on any float16, and on float32 if that takes no longer."""
+    return x.dtype == np.float16 or (x.dtype == np.float32 and x.size <= FEW)
 
 
 def layer_norm_vjp(
@@ -270,7 +300,10 @@ def softmax_over_keys(scores: np.ndarray, allow: np.ndarray | None) -> np.ndarra
     # Shift by the lowest finite number where all scores are -inf: their exp are 0, and so are the weights.
     scores -= np.maximum.reduce(scores, axis=-2, keepdims=True, initial=LOWEST[scores.dtype])
     weights = np.exp(scores, out=scores)
-    total = np.matmul(np.ones((1, weights.shape[-2]), weights.dtype), weights)  # faster than np.sum
+    if weights.size <= FEW:
+        total = np.add.reduce(weights, axis=-2, keepdims=True)
+    else:
+        total = np.matmul(np.ones((1, weights.shape[-2]), weights.dtype), weights)  # faster, if they are many
     weights /= np.maximum(total, 1, out=total)
     return weights
 

@@ -103,6 +103,8 @@ def repeat_heads(x: Any, times: int) -> Any:
     """Repeat each head for the query heads that share it: (..., H, T, d) -> (..., H * times, T, d)."""
     if times == 1:
         return x
+    if isinstance(x, np.ndarray):
+        return x.repeat(times, axis=-3)
     *front, heads, rows, width = x.shape
     x = ops.reshape(x, shape=(*front, heads, 1, rows, width))
     x = ops.broadcast_to(x, shape=(*front, heads, times, rows, width))
@@ -170,6 +172,7 @@ class Heads(Module):
         self.dropout = dropout
         self.fused = fused
         self.score = score
+        self._rotates = type(position).rotate is not Position.rotate
         self.detail = f"{n_head} head{'s' if n_head > 1 else ''}"  # shown in pictures
 
     def attend(
@@ -240,10 +243,6 @@ class Heads(Module):
     def _is_fused(self, edit: Edit | None) -> bool:
         """Whether the steps are one node in this call."""
         return (self.fused or self.on_arrays) and edit is None and self.score is None
-
-    @property
-    def _rotates(self) -> bool:
-        return type(self.position).rotate is not Position.rotate
 
     def attend_per_head(
         self,

@@ -123,7 +123,7 @@ class Dropout(Module):
 
     def sample_mask(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
         """The next dropout mask, or None where nothing is dropped: in eval mode, and for p = 0."""
-        return sample_dropout_mask(self.rng, self.p, shape, dtype) if self.training and self.p else None
+        return sample_dropout_mask(self.rng, self.p, shape, dtype) if self.p and self.training else None
 
 
 def sample_dropout_mask(rng: np.random.Generator, p: float, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

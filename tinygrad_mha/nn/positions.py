@@ -9,6 +9,7 @@ Axes: T tokens, C width of the model, H heads, d width of a query and of a key.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -187,11 +188,18 @@ def rotary(x: Any, positions: np.ndarray, base: float = 10000.0) -> Any:
         x: (..., T, d) with an even d.
         positions: integers (T,), or (B, T) for an x whose first axis is B.
     """
-    half = x.shape[-1] // 2
-    angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
+    angles = np.asarray(positions)[..., None] * rotary_frequencies(x.shape[-1] // 2, base)
     # (T, d/2) -> (1, 1, T, d/2), or (B, T, d/2) -> (B, 1, T, d/2): all heads are rotated by the same angles.
     heads = (1,) * (x.ndim - angles.ndim)
     return ops.rotate(x, angles=angles.reshape(*angles.shape[:-2], *heads, *angles.shape[-2:]))
+
+
+@functools.lru_cache
+def rotary_frequencies(half: int, base: float) -> np.ndarray:
+    """The angle by which each of `half` pairs turns from one position to the next: base^(-i / half)."""
+    frequencies = base ** (-np.arange(half) / half)
+    frequencies.flags.writeable = False
+    return frequencies
 
 
 def alibi_slopes(n_head: int) -> np.ndarray:

@@ -647,8 +647,10 @@ def linear(x, weight, bias=None) -> Any:
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError("expected x (..., n) and weight (n, m), stored (in, out)")
     rows = x.reshape(-1) if x.size == len(weight) > 0 else merge_rows(x)  # BLAS is faster with a vector than one row
-    y = rows.dot(weight).reshape(*x.shape[:-1], weight.shape[1])
-    return y if bias is None else y + bias
+    y = rows.dot(weight)
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
 linear.vjps(

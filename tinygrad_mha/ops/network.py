@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import kernels, notation
 from tinygrad_mha.arguments import check_ids
-from tinygrad_mha.kernels.reference import LOWEST, merge_rows, shrink_large
+from tinygrad_mha.kernels.reference import LOWEST, is_narrow, merge_rows, row_mean_of_product, shrink_large
 from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, keepdims_shape, mean, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
 from tinygrad_mha.primitives import primitive
@@ -211,21 +211,20 @@ def layer_norm_from_primitives(x, weight=None, bias=None, *, eps=1e-5):
 @primitive(kind="normalization", roles=("data", "weight"), label="RMSNorm", formula=notation.write_norm)
 def rms_norm(x, weight=None, *, eps=1e-5) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
-    wide = x.astype(np.float32) if x.dtype == np.float16 else x  # squares overflow at 256
+    wide = x.astype(np.float64) if is_narrow(x) else x
     with np.errstate(over="ignore"):  # handled below
-        rstd = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if not rstd.all():  # the squares of some rows overflow
+        rstd = 1.0 / np.sqrt(row_mean_of_product(wide, wide) + eps)
+    if np.count_nonzero(rstd) < rstd.size:  # the squares of some rows overflow
         factor = shrink_large(rstd == 0, wide.dtype)
         scaled = wide * factor
-        rstd = factor / np.sqrt(np.mean(scaled * scaled, axis=-1, keepdims=True) + np.where(rstd == 0, 0, eps))
-        rstd = rstd.astype(wide.dtype)
+        rstd = factor / np.sqrt(row_mean_of_product(scaled, scaled) + np.where(rstd == 0, 0, eps))
     x_hat = (wide * rstd).astype(x.dtype, copy=False)
-    return scale_and_shift(x_hat, weight, None), x_hat, rstd
+    return scale_and_shift(x_hat, weight, None), x_hat, rstd.astype(x.dtype, copy=False)
 
 
 def rms_norm_vjp(g, y, x_hat, rstd, x, weight, *, eps):
     u = g if weight is None else g * weight
-    return rstd * (u - x_hat * np.mean(u * x_hat, axis=-1, keepdims=True)), g * x_hat
+    return rstd * (u - x_hat * row_mean_of_product(u, x_hat)), g * x_hat
 
 
 rms_norm.vjp_joint(rms_norm_vjp)
