@@ -4,6 +4,7 @@ python docs/gallery.py [PAGE ...]
 """
 
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ def draw_pictures(page: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         if pictures:
-            with contextlib.redirect_stdout(None):
+            with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile("\n".join(blocks), page.name, "exec"), {})
         for name in pictures:
             if os.path.exists(name):  # another page may draw it

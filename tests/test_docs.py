@@ -65,8 +65,8 @@ def test_every_code_block_runs_and_prints_what_the_page_shows(page, own_primitiv
 
 
 def hide_rounding(text):
-    """Differences by rounding depend on the machine."""
-    return re.sub(r"\d\.\de-1[3-7]", "0.0e-16", text)
+    """Differences by rounding, and errors of finite differences, depend on the machine."""
+    return re.sub(r"\d\.\de-(09|1\d)", "0.0e-16", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
