@@ -1292,6 +1292,254 @@ def softmax_with_a_wrong_derivative(q, k, v):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Other numbers in the formula, another matrix, another order; and correct attentions that look like these
+
+
+class Rerotated(PlainModule):
+    """Rotary positions with a base that the class may state, of queries and of keys."""
+
+    base_q = base_k = 10000.0
+
+    def turn(self, z, positions, base):
+        d = z.shape[-1] // 2
+        angles = positions[..., None] * base ** (-np.arange(d) / d)
+        angles = angles[:, None] if angles.ndim == 3 else angles
+        cos, sin = np.cos(angles).astype(z.dtype), np.sin(angles).astype(z.dtype)
+        a, b = z[..., :d], z[..., d:]
+        return ops.concat(a * cos - b * sin, b * cos + a * sin, axis=-1)
+
+    def project(self, x, positions):
+        q, k, v = super().project(x, positions)
+        return self.turn(q, self.place(positions, x), self.base_q), self.turn(k, positions, self.base_k), v
+
+    def place(self, positions, x):
+        return positions
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = np.arange(start, start + x.shape[-2])
+        return super().forward(x, cache, positions, key_allow)
+
+
+@variant(*X)
+class RotatesWithItsOwnBase(Rerotated):
+    base_q = base_k = 500.0
+
+
+@fault("positions: the base of the rotation is 1000", *X)
+class RotatesWithAnotherBaseThanItStates(Rerotated):
+    rope_theta = 10000.0
+    base_q = base_k = 1000.0
+
+
+@fault("positions: keys are rotated with the base 500", *X)
+class RotatesKeysWithAnotherBase(Rerotated):
+    base_k = 500.0
+
+
+@fault("position", *X)
+class RotatesNewQueriesFromZero(Rerotated):
+    def place(self, positions, x):
+        return np.arange(x.shape[-2])
+
+
+@fault("scale: .*not by the same in all heads", *X)
+class ForgetsTheScaleOfOneHead(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q * np.array([1.0, 2.0, 1.0], q.dtype)[:, None, None], k, key_allow)
+
+
+@fault("scale: .*d_model", *X)
+class DividesByTheWidthOfTheModel(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q / 6, k, key_allow)
+
+
+@fault("softmax: the weights of a query sum to 0.9", *X)
+class ScalesTheWeightsInEval(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q, k, key_allow) * 0.9
+
+
+@fault("softmax: the weights are the logarithm")
+def logarithm_of_softmax(q, k, v):
+    return np.log(softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]))) @ v
+
+
+@fault("each other")
+def relu_divided_by_the_sum_over_queries(q, k, v):
+    weights = np.maximum(q @ k.swapaxes(-1, -2), 0)
+    return weights / (weights.sum(-2, keepdims=True) + 1e-6) @ v
+
+
+@fault("norms: only queries", *X)
+class NormalisesQueriesOnly(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q / ((q * q).mean(axis=-1, keepdims=True) + 1e-6) ** 0.5, k, key_allow)
+
+
+@fault("diagonal")
+def hides_the_diagonal(q, k, v):
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    n, m = scores.shape[-2:]
+    return softmax(np.where(np.eye(n, m, m - n, dtype=bool), -np.inf, scores)) @ v
+
+
+@fault("causality: .*itself", *X)
+class HidesItselfButForTheFirst(PlainModule):
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        allow = np.tri(n, m, m - n - 1, dtype=bool)
+        allow[:, 0] = True
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+@fault("roles: .*transposed", *X)
+class TransposesTheOutputMatrix(PlainModule):
+    def forward(self, x, key_allow=None):
+        q, k, v = self.project(x, None)
+        return self.join(self.weigh(q, k, key_allow) @ v) @ self.o_proj.weight.mT + self.o_proj.bias
+
+
+@fault("heads: the weights of the heads are averaged", *X)
+class AveragesTheWeights(PlainModule):
+    def weigh(self, q, k, key_allow):
+        weights = super().weigh(q, k, key_allow)
+        return weights.mean(axis=-3, keepdims=True) + 0.0 * weights
+
+
+@fault("heads: .*alternating", *X)
+class SplitsAlternatingColumns(PlainModule):
+    def split(self, z):
+        return z.reshape(*z.shape[:-1], -1, self.n_head).swapaxes(-1, -2).swapaxes(-2, -3)
+
+
+@fault("heads: keys of the first head", *X)
+class UsesTheKeysOfTheFirstHead(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q, ops.concat(*[k[..., :1, :, :]] * 3, axis=-3), key_allow)
+
+
+@fault("heads: .*another order", *X)
+class JoinsTheFirstHeadLast(PlainModule):
+    def join(self, z):
+        return super().join(ops.concat(z[..., 1:, :, :], z[..., :1, :, :], axis=-3))
+
+
+@fault("padding", *X)
+class HidesPaddingFromTheFirstHeadOnly(PlainModule):
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        allow = np.tri(n, m, m - n, dtype=bool)
+        if key_allow is not None:
+            allow = allow & (key_allow[:, None, None, :] | (np.arange(3) > 0)[:, None, None])
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@fault("cache: trimmed", *X)
+class KeepsTheLastThree(PlainModule):
+    def remember(self, cache, k, v):
+        k, v = cache.append(k, v)
+        return k[..., -3:, :], v[..., -3:, :]
+
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q, k, None if key_allow is None else key_allow[..., -k.shape[-2] :])
+
+
+@variant(*X)
+class BucketsWithoutScale(PlainModule):
+    """A learned bias for each distance and head, and no scale, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = tg.Tensor(np.random.default_rng(0).standard_normal((4, 3)), requires_grad=True)
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        distance = np.clip(np.arange(m - n, m)[:, None] - np.arange(m), 0, 3)
+        scores = q @ k.mT + self.table[distance].transpose((2, 0, 1)).astype(q.dtype)
+        allow = nn.allow_past(q, k, key_allow)
+        return ops.softmax(scores if allow is None else ops.where(allow, scores, -np.inf))
+
+
+@variant(*X)
+class ReluWeights(PlainModule):
+    """In some heads the first token sees nothing."""
+
+    def weigh(self, q, k, key_allow):
+        allow = nn.allow_past(q, k, key_allow)
+        weights = ops.relu(q @ k.mT / q.shape[-1] ** 0.5)
+        return weights if allow is None else ops.where(allow, weights, 0.0)
+
+
+@variant(*X)
+class NormalisesQueriesAndKeys(PlainModule):
+    """RMS norms and a learned temperature of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+        self.temperature = tg.Tensor(np.array([[[1.0]], [[2.0]], [[3.0]]]), requires_grad=True)
+
+    def weigh(self, q, k, key_allow):
+        return super().weigh(self.q_norm(q) * self.temperature.astype(q.dtype), self.k_norm(k), key_allow)
+
+
+@variant(*X)
+class LatentKeys(PlainModule):
+    """Keys and values from one latent vector of each token (multi-head latent attention)."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.k_proj, self.v_proj = nn.Linear(12, 5, rng=3), nn.Linear(5, 12, rng=4), nn.Linear(5, 12, rng=5)
+
+    def project(self, x, positions):
+        latent = self.down(x)
+        return self.split(self.q_proj(x)), self.split(self.k_proj(latent)), self.split(self.v_proj(latent))
+
+
+@variant(*X)
+class Retention(PlainModule):
+    """Scores that decay with the distance, without a softmax (arXiv:2307.08621)."""
+
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        distance = np.arange(m - n, m)[:, None] - np.arange(m)
+        decay = np.array([0.9, 0.8, 0.7])[:, None, None] ** np.maximum(distance, 0) * (distance >= 0)
+        if key_allow is not None:
+            decay = decay * key_allow[:, None, None, :]
+        return q @ k.mT / q.shape[-1] ** 0.5 * decay.astype(q.dtype)
+
+
+@variant(*X)
+class LocalAndGlobalHeads(PlainModule):
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        distance = np.arange(m - n, m)[:, None] - np.arange(m)
+        allow = (distance >= 0) & np.stack([distance < 3, distance < 99, distance < 99])
+        if key_allow is not None:
+            allow = allow & key_allow[:, None, None, :]
+        return ops.softmax(ops.where(allow, q @ k.mT / q.shape[-1] ** 0.5, -np.inf))
+
+
+@variant()
+def sparsemax(q, k, v):
+    """The projection of the scores onto the simplex (arXiv:1602.02068)."""
+    n, m = q.shape[-2], k.shape[-2]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    scores = np.where(np.tri(n, m, m - n, dtype=bool), scores - scores.max(-1, keepdims=True), -np.inf)
+    ranked = -np.sort(-scores, axis=-1)
+    sums = np.cumsum(ranked, axis=-1)
+    count = (1 + np.arange(1, m + 1) * ranked > sums).sum(-1, keepdims=True)
+    threshold = (np.take_along_axis(sums, count - 1, -1) - 1) / count.astype(q.dtype)
+    return np.maximum(scores - threshold, 0) @ v
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Modules of torch, where it is installed
 
 try:

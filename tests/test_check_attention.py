@@ -81,6 +81,9 @@ BAD = {
     "wrong_rows": ("def candidate(q, k, v): return v[..., 1:, :]", "shape"),
     "integers": ("def candidate(q, k, v): return np.zeros((*q.shape[:-1], v.shape[-1]), int)", "int"),
     "always_nan": ("def candidate(q, k, v): return np.full((*q.shape[:-1], v.shape[-1]), np.nan)", "nan"),
+    "recursion": ("def candidate(q, k, v): return candidate(v, k, q)", "RecursionError"),
+    "a_gpt": ("candidate = nn.GPT(nn.GPTConfig(11, 8, 1, 2, 6))", "kv_cache"),
+    "needs_more": ("class candidate(nn.Module):\n    def forward(self, x, memory): return x", "memory"),
     "not_callable": ("candidate = 3", "int"),
     "missing": ("def other(q, k, v): return v", "candidate"),
 }
@@ -98,6 +101,20 @@ def test_what_cannot_be_judged_exits_with_2_and_one_clear_reason(code, says, tmp
     said = capsys.readouterr()
     assert "Traceback" not in said.out + said.err
     assert says in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def candidate(q, k, v):\n    while True: pass",
+        "def candidate(q, k, v):\n    while True:\n        try: raise ValueError\n        except Exception: pass",
+        "class candidate(nn.Module):\n    def __init__(self):\n        import time; time.sleep(99)",
+    ],
+)
+def test_an_endless_loop_ends_with_2_and_one_clear_reason(code, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(candidates, "SECONDS", 0.05)
+    assert main(["check", write(tmp_path, code)]) == 2
+    assert "did not return within 0.05 seconds: an endless loop?" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,11 @@ def drop_one(case: Case) -> Iterator[np.ndarray]:
         yield from see_only(lambda i, j, start, key=key: j != key)(case)  # type: ignore[misc]
 
 
+def see_the_last(case: Case) -> Iterator[np.ndarray]:
+    for n in range(1, case.stop):
+        yield from see_only(lambda i, j, start, n=n: j >= case.stop - n)(case)  # type: ignore[misc]
+
+
 def see_later_keys(case: Case) -> Iterator[np.ndarray]:
     """Each query of the call comes last, so that it sees all keys."""
     rows = []
@@ -245,6 +250,7 @@ CAUSES: dict[str, Predict] = {
     "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, start: j != 0),
     "trimmed by one: the last token in the cache is missing": see_only(lambda i, j, start: j != start - 1),
     "a token missing: one in the middle of the cache is not seen": drop_one,
+    "trimmed: only the last keys in the cache are seen": see_the_last,
     "no causal mask with a cache: the tokens of a call see later ones in it": see_later_keys,
     "stale": see_history,
     "dtype: keys, values or results are rounded to a smaller dtype": round_numbers,

@@ -20,13 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.files.python_files import catching_exit
+from tinygrad_mha.files.python_files import TimeLimitError, catching_exit, limiting
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.nn.module import Module, walk
 from tinygrad_mha.tensors import Tensor, plain
 
-__all__ = ["Candidate", "CandidateError"]
+__all__ = ["Candidate", "CandidateError", "Inputs", "walk_modules"]
+
+Inputs = tuple[np.ndarray, ...]
+"""x, or q, k and v."""
+
+SECONDS = 20.0  # a call may take
 
 TOKENS, WIDTH, HEADS, D_K, D_V = 7, 12, 2, 5, 11  # of the inputs and modules that the check makes
 
@@ -134,12 +139,18 @@ class Candidate:
             return False
         return isinstance(y, Tensor)
 
-    def find_size(self, *names: str) -> int | None:
-        """The integer that the candidate, a module in it or a default of its arguments calls by one of `names`."""
+    def parameters(self) -> list[np.ndarray]:
+        """The arrays of all parameters, which share memory with them."""
+        if isinstance(self.module, Module):
+            return [self.share(p) for _, p in walk(self.module) if isinstance(p, Tensor)]
+        return [] if self.module is None else [self.share(p) for p in self.module.parameters()]
+
+    def find_number(self, *names: str) -> Any:
+        """The number that the candidate, a module in it or a default of its arguments calls by one of `names`."""
         modules = [module for _, module in walk_modules(self.module)]
         found = [getattr(module, name, None) for module in modules for name in names]
         found += [self.defaults.get(name) for name in names]
-        return next((size for size in found if isinstance(size, int)), None)
+        return next((n for n in found if isinstance(n, (int, float)) and not isinstance(n, bool)), None)
 
     def __call__(self, *inputs: Any, dtype: Any = np.float64, **options: Any) -> np.ndarray:
         """The result for arrays of `dtype`; `options` by their role.
@@ -216,11 +227,11 @@ class Candidate:
         if required and len(required) not in (1, 3):
             raise CandidateError(f"it takes {', '.join(required)}, expected a function of x or of q, k, v")
         counts = (len(required),) if required else (3, 1)
-        parameters = (
-            [p for _, p in walk(self.module) if isinstance(p, Tensor)] if isinstance(self.module, Module) else []
-        )
-        parameters = parameters or list(self.module.parameters() if self.module is not None else ())
-        widths = [self.find_size(*SIZES[WIDTH]), *(p.shape[axis] for p in parameters for axis in (0, -1)), WIDTH]
+        widths = [
+            self.find_number(*SIZES[WIDTH]),
+            *(p.shape[axis] for p in self.parameters() if p.ndim for axis in (0, -1)),
+            WIDTH,
+        ]
         for count in counts:
             for front in ((), (1,), (1, 1)):
                 if count == 3 and self.module is None:
@@ -235,11 +246,19 @@ class Candidate:
         """Keep the candidate from printing, warning, exiting and recording a graph; its exceptions are one line."""
         out = io.StringIO()
         try:
-            with catching_exit(), contextlib.redirect_stdout(out), warnings.catch_warnings(), np.errstate(all="ignore"):
+            with (
+                limiting(SECONDS),
+                catching_exit(),
+                contextlib.redirect_stdout(out),
+                warnings.catch_warnings(),
+                np.errstate(all="ignore"),
+            ):
                 warnings.simplefilter("ignore")
                 yield
         except SystemExit as error:
             raise CandidateError(f"it called sys.exit({'' if error.code is None else error.code})") from error
+        except TimeLimitError as error:
+            raise CandidateError(f"it did not return within {SECONDS:g} seconds: an endless loop?") from error
         except CandidateError:
             raise
         except Exception as error:

@@ -16,16 +16,15 @@ import numpy as np
 
 from tinygrad_mha.check.cache_faults import compare_rows
 from tinygrad_mha.check.caching import kv_cache
-from tinygrad_mha.check.candidates import Candidate, CandidateError
-from tinygrad_mha.check.formulas import CLOSE, Match, Reference, is_equal, past, restoring
+from tinygrad_mha.check.candidates import Candidate, CandidateError, Inputs
 from tinygrad_mha.check.gradient_check import gradcheck
+from tinygrad_mha.check.matching import CLOSE, Match, Reference, is_equal, past, restoring
 from tinygrad_mha.nn import KVCache
 from tinygrad_mha.tensors import plain
 
-__all__ = ["CLAIMS", "BrokenError", "Check", "Facts", "Inputs", "NotApplicableError"]
+__all__ = ["CLAIMS", "BrokenError", "Check", "Facts", "NotApplicableError"]
 __all__ += ["check_causality", "check_determinism", "measure_influence"]
 
-Inputs = tuple[np.ndarray, ...]
 WEAK = 0.5  # an influence of later tokens that is smaller than this, relative to that of earlier ones, is a leak
 HUGE = 1e7  # a factor of queries and keys: their products exceed any constant that is added to hide a score
 
@@ -144,6 +143,10 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     is_unordered = n == m and is_symmetric(c, inputs)
     is_two_way = n != m or is_unordered or ((see == see.T).all() and strength > WEAK)
     if is_two_way and not causal and (c.takes_rows or not hides_later(c, inputs, facts)):
+        others = see[~np.eye(n, m, m - n, dtype=bool)]
+        is_own_hidden = n == m > 2 and others.all() and not np.diagonal(see).any()
+        text = "each row depends on all keys and values but its own"
+        require(not is_own_hidden, text, "the mask hides a token from itself: the diagonal")
         text = "rows depend on later ones as on earlier ones: judged as not causal, which causal=True would forbid"
         raise NotApplicableError(text)
     y = c(*inputs)
@@ -265,59 +268,65 @@ def check_batch(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 
 def check_heads(c: Candidate, inputs: Inputs, facts: Facts) -> str:
-    """What a head adds to the result depends on its own queries, keys and values."""
-    reference = Reference(c)
-    if c.module is None:
-        apply_if(not c.takes_rows and inputs[0].ndim > 2, "it is given one head: see batch")
-        n, n_kv = (inputs[i].shape[-3] for i in (0, 1))
-    else:
-        apply_if(bool(reference.parts), "its projections have no usual names")
-        n, n_kv = reference.n_head, reference.n_kv_head
-    apply_if(n > 1 and n % n_kv == 0, "it has one head" if n == 1 else "heads are no multiple of those of keys")
-    for h in range(n):
-        own, others = change_heads(
-            c, reference, inputs, h, {"q": h, "k": h * n_kv // n, "v": h * n_kv // n}, facts.seed
-        )
-        cause = "the result of another head stands in its place: copied, split or joined in the wrong order of axes"
-        cause = cause if n == n_kv else f"{cause}, or matched with the keys of another group (repeat each, do not tile)"
-        require(
-            own.all(), f"what head {h} adds to the result does not depend on its own queries, keys and values", cause
-        )
-        apply_if(not others.any(), "each head depends on the others too, by a norm or sum over heads")
-    return f"each of {n} heads depends on its own queries, keys and values alone"
-
-
-def change_heads(
-    c: Candidate, reference: Reference, inputs: Inputs, h: int, own: dict[str, int], seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of what head h adds to the result change, (T_q,): with its own queries, keys, values; with all others.
+    """What a head adds to the result depends on its own queries, keys and values.
 
     The heads of a module are separated by its output projection: the rows of all other heads are set to 0.
     """
-    rng = np.random.default_rng(seed)
-    moved = [x.copy() for x in inputs]
-    separated: list[np.ndarray] = []
-    if c.module is None:
-        views = {name: list(np.moveaxis(x, -3, 0)) for name, x in zip("qkv", moved, strict=True)}
-    else:
-        views = {name: [weight for weight, _ in reference.parts[name]] for name in "qkv"}
-        rows = reference.parts["o"][0][0]
-        apply_if(len(rows) % len(views["q"]) == 0, "its output projection has no rows for each head")
-        separated = np.split(rows, len(views["q"]))
-    kept = [*separated, *(array for arrays in views.values() for array in arrays)]
-    results = []
-    with restoring(kept):
-        for g, part in enumerate(separated):
-            part *= g == h
-        for changes in ("none", "own", "others"):
-            with restoring(kept):
-                for name, arrays in views.items():
-                    for g, array in enumerate(arrays):
-                        if changes == ("own" if g == own[name] else "others"):
-                            array += rng.standard_normal(array.shape)
-                y = c(*moved)
-                results.append(y if c.module is not None else y[..., h, :, :])
-    return tuple(compare_rows(y, results[0]) > CLOSE for y in results[1:])  # type: ignore[return-value]
+    reference = Reference(c)
+    apply_if(reference.is_known, "its projections have no usual names")
+    moved, blocks = reference.open(inputs)
+    n, n_kv = len(blocks["q"]), len(blocks["k"])
+    apply_if(n > 1 and n % n_kv == 0, "it has one head" if n == 1 else "heads are no multiple of those of keys")
+    rows = [weight for weight, _ in reference.parts.get("o", [])]
+    apply_if(all(len(weight) % n == 0 for weight in rows), "its output projection has no rows for each head")
+    kept = [*rows, *(array for name in blocks.values() for block in name for array in block)]
+
+    def run(h: int, changes: str) -> np.ndarray:
+        """What head h adds, with its own queries, keys and values changed, or all others."""
+        rng = np.random.default_rng(facts.seed)
+        with restoring(kept):
+            for weight in rows:
+                weight[...] *= np.repeat(np.arange(n) == h, len(weight) // n)[:, None]
+            for heads in blocks.values():
+                own = h * len(heads) // n
+                for array in (
+                    array for g, head in enumerate(heads) if (g == own) == (changes == "own") for array in head
+                ):
+                    array += rng.standard_normal(array.shape) * (changes != "nothing")
+            y = c(*moved)
+        return y if rows else y[..., h, :, :]
+
+    cause = "the result of another head stands in its place: copied, split or joined in the wrong order of axes"
+    cause = cause if n == n_kv else f"{cause}, or matched with the keys of another group (repeat each, do not tile)"
+    for h in range(n):
+        y = run(h, "nothing")
+        text = f"what head {h} adds to the result does not depend on its own queries, keys and values"
+        require(not is_equal(run(h, "own"), y), text, cause)
+        apply_if(is_equal(run(h, "others"), y), "each head depends on the others too, by a norm or sum over heads")
+    return f"each of {n} heads depends on its own queries, keys and values alone"
+
+
+def check_norms(c: Candidate, inputs: Inputs, facts: Facts) -> str:
+    """Queries and keys are both normalised, or neither."""
+    reference = Reference(c)
+    is_other = reference.is_known and facts.match.formula is None
+    apply_if(is_other, "its projections have no usual names" if facts.match.formula is None else "its formula has none")
+    moved, blocks = reference.open(inputs)
+    y = c(*moved)
+
+    def run(name: str, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        arrays = [array for block in blocks[name] for array in block]
+        with restoring(arrays):
+            for array in arrays:
+                array[...] = change(array)
+            return c(*moved)
+
+    same = run("v", np.ones_like) if c.module is None else run("v", lambda array: np.full_like(array, array.ndim == 1))
+    apply_if(is_equal(same, np.broadcast_to(same[..., :1, :], same.shape)) and same.any(), "weights do not sum to 1")
+    normalised = [name for name in "qk" if is_equal(run(name, lambda array: 10 * array), y, 1e-3)]
+    text = f"{' and '.join(normalised)} times 10 changes nothing"
+    require(len(normalised) != 1, text, f"only {'queries' if 'q' in normalised else 'keys'} are normalised, not both")
+    return "queries and keys are normalised" if normalised else "neither queries nor keys are normalised"
 
 
 def check_chunking(c: Candidate, inputs: Inputs, facts: Facts) -> str:
@@ -336,7 +345,11 @@ def check_chunking(c: Candidate, inputs: Inputs, facts: Facts) -> str:
             see = measure_influence(c, (last, k, v), facts.seed) > CLOSE
             corner = facts.is_causal and not np.triu(see, 1).any()
             cause = "the causal mask is aligned at the top left corner: with a cache, new queries miss the latest keys"
-            cause = cause if corner else "queries depend on each other, or on their place"
+            cause = (
+                cause
+                if corner
+                else "queries depend on each other (a sum over the axis of the queries?), or on their place"
+            )
             raise BrokenError(f"the last {t} of {n} queries alone give other rows than all of them", cause)
     return f"the last 1 to {n - 1} queries alone give the same rows as all {n}"
 
@@ -357,20 +370,26 @@ def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 
 def explain_cache(c: Candidate, x: np.ndarray, facts: Facts) -> str:
-    """Two faults that show only where the projections are known."""
+    """Faults that show only where the projections are known."""
     n, cache, y = len(x), KVCache(), x
     for t in range(n):
         options = {"positions": np.arange(t, t + 1)} if "positions" in c.options else {}
         y = c(x[t : t + 1], cache=cache[0], **options)
     reference, formula, see = Reference(c), facts.match.formula, np.tri(n, dtype=bool)
-    if formula is None or facts.match.n is not None:
+    if formula is None or facts.match.n is not None or is_equal(reference.compute(formula, (x,), see)[-1:], y):
         return ""
-    own = np.eye(n, dtype=bool)
-    if is_equal(reference.compute(formula, (x,), see & ~own)[-1:], y):
-        return "the newest token is missing from the keys: a query does not see its own"
-    unmoved = reference.compute(replace(formula, pairing=""), (x,), see)[-1:]
-    is_restarted = formula.pairing and is_equal(unmoved, y)
-    return "positions are not offset by the tokens in the cache: each call starts again at 0" if is_restarted else ""
+    for cause, mask, change in (
+        ("the newest token is missing from the keys: a query does not see its own", see & ~np.eye(n, dtype=bool), {}),
+        ("positions are not offset by the tokens in the cache: each call starts again at 0", see, {"pairing": ""}),
+        (
+            "queries are not offset by the tokens in the cache: they stand at 0, the keys do not",
+            see,
+            {"place_q": np.zeros_like},
+        ),
+    ):
+        if is_equal(reference.compute(replace(formula, **change), (x,), mask)[-1:], y):
+            return cause
+    return ""
 
 
 def check_mask(c: Candidate, inputs: Inputs, facts: Facts) -> str:
@@ -457,7 +476,9 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     found = [hides for hides in (False, True) if is_equal(run(3.0, hides), alone)]
     cause = f"{name} does not hide padding from every query"
     if not found and is_equal(run(3.0, False), run(1.0, False)):
-        cause = f"the padding is hidden, but moves the other tokens, or {name} also hides queries"
+        cause = (
+            f"the padding is hidden, but counts as a position and moves the other tokens, or {name} also hides queries"
+        )
     require(bool(found), f"a padding token in front, hidden by {name}, changes the result", cause)
     is_inverted = found[0] and "allow" in name
     require(not is_inverted, f"{name} hides where it is True", f"the polarity of {name} is inverted")
@@ -497,7 +518,7 @@ def check_shift(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 def check_window(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """As many keys as the window that it has."""
-    window = c.find_size("window", "window_size", "sliding_window")
+    window = c.find_number("window", "window_size", "sliding_window")
     n, m = facts.see.shape
     if window is None or not facts.is_causal or window >= m:
         raise NotApplicableError("it has no window shorter than the input")
@@ -509,6 +530,6 @@ def check_window(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 # In this order, what fails first explains what fails later.
 CLAIMS: list[Check] = [
-    check_dtype, check_gradients, check_batch, check_heads, check_shift, check_mask, check_exclusion, check_padding,
-    check_empty, check_chunking, check_cache, check_overflow, check_permutation, check_window,
+    check_dtype, check_gradients, check_batch, check_heads, check_norms, check_shift, check_mask, check_exclusion,
+    check_padding, check_empty, check_chunking, check_cache, check_overflow, check_permutation, check_window,
 ]  # fmt: skip

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.check.candidates import Candidate, CandidateError
+from tinygrad_mha.check.candidates import Candidate, CandidateError, Inputs
 from tinygrad_mha.check.claims import (
     CLAIMS,
     BrokenError,
     Check,
     Facts,
-    Inputs,
     NotApplicableError,
     check_causality,
     check_determinism,
     measure_influence,
 )
-from tinygrad_mha.check.formulas import CLOSE, FAULTS, Reference, is_equal
+from tinygrad_mha.check.formulas import FAULTS
+from tinygrad_mha.check.matching import CLOSE, Reference, is_equal
 from tinygrad_mha.check.verdict import Finding, Verdict
 
 __all__ = ["attention"]
@@ -47,8 +47,8 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
         seed: of the inputs and weights that the check makes.
 
     Returns:
-        The verdict. It raises nothing: `.raise_if_failed()` does, for tests. A candidate that cannot be run, raises, or
-        returns something else than rows has a `problem`, and is not ok.
+        The verdict. It raises nothing: `.raise_if_failed()` does, for tests. A candidate that cannot be run, raises,
+        takes more than 20 seconds for a call, or returns something else than rows has a `problem`, and is not ok.
 
     Example:
         >>> def unscaled(q, k, v):

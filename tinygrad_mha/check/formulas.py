@@ -1,58 +1,17 @@
-"""Which formula a candidate computes: multi-head attention as it should be, or with one of the known faults.
-
-A candidate without a visible fault can still compute something else than attention: an unscaled softmax keeps every
-promise about masks. So its result is compared with the formula, and with the formula changed in one place. Equality up
-to rounding, on random numbers, identifies the change.
+"""The formula of multi-head attention, and the same with each of the known faults: one step of it is another function.
 
 Axes: H heads, G heads of keys and values, T_q queries, T_k keys, d width of a head.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.check.candidates import Candidate, walk_modules
-from tinygrad_mha.check.differences import largest
-from tinygrad_mha.nn.positions import alibi_slopes
-
-__all__ = [
-    "CLOSE",
-    "FAULTS",
-    "Block",
-    "Formula",
-    "Match",
-    "Reference",
-    "is_equal",
-    "judge_distances",
-    "past",
-    "restoring",
-]
-
-STEPS = 12  # of Newton's method, which doubles the digits with each
-CLOSE = 1e-9  # relative to the largest element, in float64
-
-# What people call the four projections.
-ROLES = {
-    "q": ("wq", "qproj", "query", "toq", "q", "queryproj", "qlinear", "linq", "querylayer"),
-    "k": ("wk", "kproj", "key", "tok", "k", "keyproj", "klinear", "link", "keylayer"),
-    "v": ("wv", "vproj", "value", "tov", "v", "valueproj", "vlinear", "linv", "valuelayer"),
-    "qkv": ("cattn", "qkv", "wqkv", "inproj", "inprojweight", "qkvproj", "toqkv", "querykeyvalue"),
-    "o": ("wo", "oproj", "cproj", "outproj", "out", "o", "proj", "toout", "output", "outputproj", "dense", "linout"),
-}
-ORDERS = {4: ("q", "k", "v", "o"), 2: ("qkv", "o")}  # in which linear layers are usually made
-BIASES = {"wq": "bq", "wk": "bk", "wv": "bv", "wo": "bo", "in_proj_weight": "in_proj_bias"}
-
-Block = tuple[np.ndarray, np.ndarray]
-"""A weight (in, out) and an offset (out,) that share memory with a module."""
-
-# --------------------------------------------------------------------------------------------------------------------
-# The formula
+__all__ = ["FAULTS", "Formula", "list_scales", "split_heads"]
 
 
 def split_heads(x: np.ndarray, n: int) -> np.ndarray:
@@ -62,6 +21,10 @@ def split_heads(x: np.ndarray, n: int) -> np.ndarray:
 
 def split_by_reshape(x: np.ndarray, n: int) -> np.ndarray:
     return x.reshape(*x.shape[:-2], n, x.shape[-2], -1)
+
+
+def split_alternating(x: np.ndarray, n: int) -> np.ndarray:
+    return np.moveaxis(x.reshape(*x.shape[:-1], -1, n), -1, -3)
 
 
 def join_heads(y: np.ndarray, axis: int = -2) -> np.ndarray:
@@ -74,9 +37,14 @@ def join_by_reshape(y: np.ndarray) -> np.ndarray:
     return y.reshape(*y.shape[:-3], y.shape[-2], -1)
 
 
-def join_alike(y: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """All heads replaced by the one that is given, (..., 1, T, d)."""
-    return join_heads(np.broadcast_to(head, y.shape))
+def mean_of_heads(x: np.ndarray) -> np.ndarray:
+    """(..., H, T, d), all heads replaced by their mean."""
+    return np.broadcast_to(x.mean(axis=-3, keepdims=True), x.shape)
+
+
+def copy_head(x: np.ndarray, head: int = 0) -> np.ndarray:
+    """(..., H, T, d), all heads replaced by one."""
+    return np.broadcast_to(x[..., [head], :, :], x.shape)
 
 
 def softmax(scores: np.ndarray, see: Any = True, axis: int = -1) -> np.ndarray:
@@ -101,16 +69,19 @@ def rotate(x: np.ndarray, places: np.ndarray, pairing: str, base: float) -> np.n
 
 @dataclass(frozen=True)
 class Formula:
-    """softmax(Q K^T scale) V in heads. Each field is one step; a fault is another function in its place.
+    """softmax(Q K^T scale) V in heads. Each field is one step; a fault is another value in its place.
 
     Attributes:
         n_head: the number of heads in the columns of q, k and v.
-        scale: of the scores; d ** -0.5 if None.
+        scale: of the scores, one for all or for each head; d ** -0.5 if None.
+        factor: of the weights, one for all or for each head.
         order: which of q, k and v takes which place.
+        transposed: which of the matrices of "q", "k", "v" and "o" are transposed.
         split, join: how columns become heads, and heads columns.
+        swap: what happens to "q", "k" and "v" (..., H, T, d) after that.
         repeat: how k and v of a group are repeated for its queries.
         pairing, pairing_k: which columns rotary positions turn together: "" for none; of keys, if others.
-        base: of the frequencies of rotary positions.
+        base, base_k: of the frequencies of rotary positions; of keys, if another.
         place_q, place_k, place_v: the position for which each is rotated, of its own position.
         weigh: the weights of scores and a mask.
         add: what is added to the result of the heads, of q and v.
@@ -118,14 +89,18 @@ class Formula:
     """
 
     n_head: int = 1
-    scale: float | None = None
+    scale: Any = None
+    factor: Any = 1.0
     order: str = "qkv"
+    transposed: str = ""
     split: Callable[[np.ndarray, int], np.ndarray] = split_heads
     join: Callable[[np.ndarray], np.ndarray] = join_heads
+    swap: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     repeat: Callable[..., np.ndarray] = lambda x, n: np.repeat(x, n, axis=-3)
     pairing: str = ""
     pairing_k: str = ""
     base: float = 10000.0
+    base_k: float | None = None
     place_q: Callable[[np.ndarray], np.ndarray] = lambda p: p
     place_k: Callable[[np.ndarray], np.ndarray] = lambda p: p
     place_v: Callable[[np.ndarray], np.ndarray] = lambda p: 0 * p
@@ -140,7 +115,8 @@ class Formula:
             q, k = (self.split(x, x.shape[-1] // width) for x in (q, k))
             v = self.split(v, k.shape[-3])
         n = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
-        return [q, k, v] if n == 1 else [q, self.repeat(k, n), self.repeat(v, n)]
+        heads = [q, k, v] if n == 1 else [q, self.repeat(k, n), self.repeat(v, n)]
+        return [self.swap[name](x) if name in self.swap else x for name, x in zip("qkv", heads, strict=True)]
 
     def __call__(self, q: Any, k: Any, v: Any, see: np.ndarray, bias: Any = 0.0) -> np.ndarray:
         """(..., T_q, H d) for q, k, v (..., T, H d). `see` (T_q, T_k): which keys a query attends to."""
@@ -148,11 +124,16 @@ class Formula:
         if self.pairing:
             places = np.arange(k.shape[-2])
             q = rotate(q, self.place_q(places[-q.shape[-2] :]), self.pairing, self.base)
-            k = rotate(k, self.place_k(places), self.pairing_k or self.pairing, self.base)
+            k = rotate(k, self.place_k(places), self.pairing_k or self.pairing, self.base_k or self.base)
             v = rotate(v, self.place_v(places), self.pairing, self.base)
-        scores = q @ k.mT * (q.shape[-1] ** -0.5 if self.scale is None else self.scale) + bias
-        y = self.weigh(scores, see) @ v + self.add(q, v)
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if self.scale is None else of_heads(self.scale)) + bias
+        y = of_heads(self.factor) * (self.weigh(scores, see) @ v) + self.add(q, v)
         return self.join(y) if self.n_head > 1 else y
+
+
+def of_heads(numbers: Any) -> Any:
+    """Numbers (H,), to be multiplied with (..., H, T, d)."""
+    return numbers[:, None, None] if np.size(numbers) > 1 else numbers
 
 
 def softmax_over_queries(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
@@ -163,14 +144,20 @@ def tile(x: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate([x] * n, axis=-3)
 
 
-def hide_itself(see: np.ndarray) -> np.ndarray:
-    return see & ~np.eye(len(see), see.shape[1], see.shape[1] - len(see), dtype=bool)
+def hide_itself(see: np.ndarray, keep_first: bool = False) -> np.ndarray:
+    """The mask without the diagonal; with `keep_first`, a query that has no other key keeps its own."""
+    rest = see & ~np.eye(len(see), see.shape[1], see.shape[1] - len(see), dtype=bool)
+    return np.where(rest.any(axis=-1, keepdims=True), rest, see) if keep_first else rest
 
 
 # Steps that are faults, by the claim that they break: the cause in words, and the fields that differ.
 FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "causality": [
-        ("the mask hides a token from itself (off by one)", {"weigh": lambda s, see: softmax(s, hide_itself(see))}),
+        (f"the mask hides a token from itself (off by one){more}", {"weigh": weigh})
+        for more, weigh in {
+            "": lambda s, see: softmax(s, hide_itself(see)),
+            "; the first token keeps its own key": lambda s, see: softmax(s, hide_itself(see, True)),
+        }.items()
     ],
     "residual": [
         ("the input is added to the result: a residual connection inside", {"residual": 1}),
@@ -182,6 +169,7 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("the mask is applied after the softmax: weights do not sum to 1", {"weigh": lambda s, see: softmax(s) * see}),
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see), see)}),
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see))}),
+        ("the weights are the logarithm of the softmax", {"weigh": lambda s, see: np.log(softmax(s, see))}),
         ("the weights are not divided by their sum", {"weigh": lambda s, see: np.exp(s) * see}),
         ("hidden scores are set to 0, a score like any other, not to -inf", {"weigh": lambda s, see: softmax(s * see)}),
     ],
@@ -189,21 +177,38 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("K and V are swapped", {"order": "qvk"}),
         ("Q and K are swapped", {"order": "kqv"}),
         ("Q and V are swapped", {"order": "vkq"}),
+        *(
+            (f"the projection matrix of {', '.join(names)} is transposed", {"transposed": names})
+            for names in ("o", "q", "k", "v", "qk", "qkv", "qkvo")
+        ),
     ],
     "heads": [
         ("heads are split by a reshape without a transpose, which mixes tokens", {"split": split_by_reshape}),
         ("heads are joined by a reshape without a transpose, which mixes tokens", {"join": join_by_reshape}),
         ("heads are split and joined without a transpose", {"split": split_by_reshape, "join": join_by_reshape}),
         ("the columns of the heads are interleaved: wrong order of axes", {"join": lambda y: join_heads(y, -1)}),
+        ("heads are split from alternating columns: wrong order of axes", {"split": split_alternating}),
         ("the heads are averaged instead of concatenated", {"join": lambda y: y.mean(-3)}),
-        (
-            "the heads are averaged instead of concatenated",
-            {"join": lambda y: join_alike(y, y.mean(-3, keepdims=True))},
-        ),
+        ("the heads are averaged instead of concatenated", {"join": lambda y: join_heads(mean_of_heads(y))}),
+        ("the weights of the heads are averaged", {"weigh": lambda s, see: mean_of_heads(softmax(s, see))}),
+        ("the scores of the heads are averaged", {"weigh": lambda s, see: softmax(mean_of_heads(s), see)}),
         ("the heads are added instead of concatenated", {"join": lambda y: y.sum(-3)}),
-        ("the first head is copied to all heads", {"join": lambda y: join_alike(y, y[..., :1, :, :])}),
-        ("the last head is copied to all heads", {"join": lambda y: join_alike(y, y[..., -1:, :, :])}),
+        ("the first head is copied to all heads", {"join": lambda y: join_heads(copy_head(y))}),
+        ("the last head is copied to all heads", {"join": lambda y: join_heads(copy_head(y, -1))}),
         ("the heads are joined in reverse order", {"join": lambda y: join_heads(y[..., ::-1, :, :])}),
+        ("the heads are joined in another order", {"join": lambda y: join_heads(np.roll(y, 1, axis=-3))}),
+        ("the heads are joined in another order", {"join": lambda y: join_heads(np.roll(y, -1, axis=-3))}),
+        *(
+            (f"{name} of the first head are copied to all heads", {"swap": dict.fromkeys(letters, copy_head)})
+            for letters, name in {"q": "queries", "k": "keys", "v": "values", "kv": "keys and values"}.items()
+        ),
+        *(
+            (
+                f"{name} of the heads are in reverse order",
+                {"swap": dict.fromkeys(letters, lambda x: x[..., ::-1, :, :])},
+            )
+            for letters, name in {"q": "queries", "k": "keys", "v": "values"}.items()
+        ),
         ("shared keys are tiled, so a group uses different keys: repeat each instead", {"repeat": tile}),
     ],
     "positions": [
@@ -213,9 +218,10 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("only the queries are rotated", {"place_k": lambda p: 0 * p}),
         ("the keys are rotated one position further than the queries: off by one", {"place_k": lambda p: p + 1}),
         ("the keys are rotated one position less than the queries: off by one", {"place_k": lambda p: p - 1}),
+        ("the queries are rotated twice as far as the keys", {"place_q": lambda p: 2 * p}),
+        ("the keys are rotated twice as far as the queries", {"place_k": lambda p: 2 * p}),
         ("queries are rotated in other pairs of columns than keys", {"pairing_k": "halves"}),
         ("queries are rotated in other pairs of columns than keys", {"pairing_k": "pairs"}),
-        ("the frequencies of the rotation are base^(-i/d) instead of base^(-2i/d)", {"base": 100.0}),
     ],
 }
 
@@ -228,253 +234,10 @@ def list_scales(d_k: int, d_v: int, width: int, n_k: int) -> dict[str, float]:
         "the scores are divided by d_k instead of sqrt(d_k)": 1.0 / d_k,
         "the scores are divided by sqrt(d_v), the width of the values, instead of sqrt(d_k)": d_v**-0.5,
         "the scores are divided by the square root of all columns instead of those of a head, sqrt(d_k)": width**-0.5,
+        "the scores are divided by the number of all columns, d_model, instead of sqrt(d_k)": 1.0 / width,
         "the scores are multiplied by sqrt(d_k) instead of divided": d_k**0.5,
         "the scores are divided by the square root of the number of keys": n_k**-0.5,
         "the scores have the wrong sign: softmax(-Q K^T / sqrt(d_k))": -root,
         "the scores have the wrong sign, and are not divided by sqrt(d_k)": -1.0,
     }
     return {cause: scale for cause, scale in scales.items() if not np.isclose(scale, root)}
-
-
-def fit_scale(error: Callable[[float], np.ndarray], starts: Iterable[float]) -> float | None:
-    """The scale of which the error is zero up to rounding, by Newton's method from each start, or None."""
-    for scale in starts:
-        for _ in range(STEPS):
-            e = error(scale)
-            if np.abs(e).max() < CLOSE:
-                return scale
-            slope = (error(scale * (1 + 1e-6)) - e) / (scale * 1e-6)
-            scale -= float((slope * e).sum() / (slope * slope).sum())
-    return None
-
-
-def judge_distances(bias: np.ndarray, see: np.ndarray, d_k: int) -> str:
-    """What is wrong with what is added to the scores (..., T_q, T_k), if it falls with the distance as in ALiBi."""
-    steps = np.diff(bias[..., -1, :][..., see[-1]]).reshape(-1, see[-1].sum() - 1)
-    if steps.shape[-1] < 2 or np.ptp(steps, axis=-1).max() > CLOSE or (np.abs(steps) < CLOSE).all():
-        return ""
-    if steps.max() < -CLOSE:
-        return "the slope of the distances (ALiBi) has the wrong sign: far keys get more weight"
-    slopes, expected = steps[:, 0], alibi_slopes(len(steps))
-    if len(slopes) < 2 or is_equal(slopes, expected):
-        return ""
-    if is_equal(slopes, expected * d_k**-0.5):
-        return "the distances (ALiBi) are divided by sqrt(d_k) too: they are added before the division"
-    if is_equal(np.sort(slopes), np.sort(expected)):
-        return "the slopes of the distances (ALiBi) are those of other heads: wrong order"
-    return ""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The formula of a candidate
-
-
-@dataclass(frozen=True)
-class Match:
-    """The formula that gives the result of a candidate.
-
-    Attributes:
-        formula: None if no formula does.
-        claim, cause: the claim that it breaks and the fault in words, both "" for a correct one.
-        correct: the formula without the fault.
-        bias: what is added to the scores.
-        n: the number of tokens for which the bias is known; None for any.
-    """
-
-    formula: Formula | None = None
-    claim: str = ""
-    cause: str = ""
-    correct: Formula = field(default_factory=Formula)
-    bias: Any = 0.0
-    n: int | None = None
-
-
-class Reference:
-    """The formula with the projections of a candidate, to compare it with.
-
-    Projections are found by their names or order; a function of q, k and v has none. Without them nothing is compared.
-
-    Attributes:
-        parts: of each of "q", "k", "v" a `Block` for each head, of "o" one; {} for a function.
-        is_known: whether there is something to compare with.
-        n_head, n_kv_head: H and G.
-    """
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.candidate = candidate
-        self.n_head = candidate.find_size("n_head", "num_heads", "n_heads", "heads", "h", "H", "nhead") or 1
-        self.n_kv_head = candidate.find_size("n_kv_head", "num_key_value_heads", "num_kv_heads") or self.n_head
-        self.parts: dict[str, list[Block]] = {}
-        if candidate.module is not None:
-            self._split_blocks(find_projections(candidate))
-        self.is_known = bool(self.parts) or (candidate.module is None and not candidate.takes_rows)
-
-    def _split_blocks(self, found: dict[str, list[Block]]) -> None:
-        """Divide the columns of the projections among the heads."""
-        if not found:
-            return
-        n = len(found.get("q", ""))
-        if n > 1 and n == len(found["k"]) == len(found["v"]):  # each head has projections of its own
-            self.n_head = self.n_kv_head = n
-            self.parts = found
-            return
-        if "qkv" in found:
-            weight, offset = found["qkv"][0]
-            d = weight.shape[-1] // (self.n_head + 2 * self.n_kv_head)
-            stops = [0, self.n_head * d, (self.n_head + self.n_kv_head) * d, weight.shape[-1]]
-            found |= {
-                name: [(weight[:, a:b], offset[a:b])] for name, a, b in zip("qkv", stops, stops[1:], strict=False)
-            }
-        if found["q"][0][0].shape[-1] % self.n_head or self.n_head % self.n_kv_head:
-            self.n_head = self.n_kv_head = 1
-        for name, n in {"q": self.n_head, "k": self.n_kv_head, "v": self.n_kv_head, "o": 1}.items():
-            weight, offset = found[name][0]
-            if weight.shape[-1] % n == 0:
-                blocks = zip(np.split(weight, n, axis=-1), np.split(offset, n), strict=True)
-                self.parts[name] = list(blocks)
-        if len(self.parts) < 4:
-            self.parts = {}
-
-    def project(self, inputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-        """q, k and v (..., T, H d) of the inputs of the candidate."""
-        if not self.parts:
-            return inputs
-        inputs = inputs if len(inputs) == 3 else inputs * 3
-        pairs = zip("qkv", inputs, strict=True)
-        return tuple(np.concatenate([x @ w + b for w, b in self.parts[name]], axis=-1) for name, x in pairs)
-
-    def compute(self, formula: Formula, inputs: tuple[np.ndarray, ...], see: np.ndarray, bias: Any = 0.0) -> np.ndarray:
-        """The result of the candidate if it computed `formula`; see `Formula.__call__`."""
-        q, k, v = self.project(inputs)
-        y = formula(q, k, v, see, bias)
-        for weight, offset in self.parts.get("o", []):
-            y = y @ weight + offset
-        return y + inputs[0] if formula.residual else y
-
-    def identify(self, inputs: tuple[np.ndarray, ...], see: np.ndarray) -> Match:
-        """The formula that gives the result for these inputs, without a bias of the scores or with the measured one."""
-        if not self.is_known:
-            return Match()
-        match = self._match(inputs, see, 0.0)
-        if match.formula is None:
-            with contextlib.suppress(Exception), np.errstate(all="ignore"):  # shapes of another kind of attention
-                n = min(inputs[-1].shape[-2], self._value_width(inputs))
-                fewer, see = tuple(x[..., :n, :] for x in inputs), see[:n, :n]
-                bias = self.measure_bias(fewer, see)
-                found = self._match(fewer, see, bias)
-                cause = judge_distances(bias, see, self.project(inputs)[0].shape[-1] // self.n_head)
-                if found.formula is not None:
-                    match = replace(found, n=n)
-                if cause and not found.claim:
-                    match = replace(match, claim="positions", cause=cause)
-        return match
-
-    def _value_width(self, inputs: tuple[np.ndarray, ...]) -> int:
-        return self.project(inputs)[2].shape[-1] // (self.n_kv_head if self.n_head > 1 else 1)
-
-    def _match(self, inputs: tuple[np.ndarray, ...], see: np.ndarray, bias: Any) -> Match:
-        c, y = self.candidate, self.candidate(*inputs)
-        q, k, _ = self.project(inputs)
-        n_head = 1 if q.shape[-1] % self.n_head else self.n_head
-        d_k, base = q.shape[-1] // n_head, c.find_size("rope_theta", "theta", "base") or 10000.0
-        scales = list_scales(d_k, self._value_width(inputs), q.shape[-1], k.shape[-2])
-        kinds = [Formula(n_head, pairing=pairing, base=base) for pairing in ("", "halves", "pairs")]
-        choices = [("", "", {}), *((claim, *fault) for claim, faults in FAULTS.items() for fault in faults)]
-        for (claim, cause, change), kind, mask in product(choices, kinds, (see, past(see))):
-            formula = replace(kind, **change)
-
-            def error(scale: float | None, formula: Formula = formula, mask: np.ndarray = mask) -> np.ndarray:
-                return self.compute(replace(formula, scale=scale), inputs, mask, bias) - y
-
-            with contextlib.suppress(Exception), np.errstate(all="ignore"):  # shapes that a formula cannot have
-                if is_equal(error(None) + y, y):
-                    return Match(formula, claim, cause, kind, bias)
-                scale = None if claim else fit_scale(error, scales.values())
-                if scale is not None:
-                    cause = f"the scores are multiplied by {scale:.4g} instead of 1/sqrt(d_k) = {d_k**-0.5:.4g}"
-                    cause = next((text for text, known in scales.items() if np.isclose(known, scale)), cause)
-                    claim = "softmax" if scale < 0 else "scale"
-                    return Match(replace(formula, scale=scale), claim, cause, kind, bias)
-        return Match()
-
-    def measure_bias(self, inputs: tuple[np.ndarray, ...], see: np.ndarray) -> np.ndarray:
-        """What is added to the scores, (..., T_q, T_k), if a head is as wide as there are keys.
-
-        With queries of 0 there is nothing else in the scores, and the weights follow from the result and the values.
-        """
-        formula = Formula(self.n_head)
-        arrays = [array for block in self.parts.get("q", []) for array in block]
-        with restoring(arrays):
-            for array in arrays:
-                array[...] = 0.0
-            y = self.candidate(*(inputs if arrays else (np.zeros_like(inputs[0]), *inputs[1:])))
-        for weight, offset in self.parts.get("o", []):
-            y = (y - offset) @ np.linalg.pinv(weight)
-        _, _, v = formula.split_all(*self.project(inputs))
-        weights = (split_heads(y, self.n_head) if self.n_head > 1 else y) @ np.linalg.pinv(v)
-        if not (weights[..., see] > 0).all():
-            raise ValueError("weights are not positive")
-        bias = np.log(np.where(see & (weights > 0), weights, 1.0))
-        return bias - bias.max(axis=-1, keepdims=True)
-
-
-def find_projections(candidate: Candidate) -> dict[str, list[Block]]:
-    """The projections of a module by their role in ROLES.
-
-    Roles follow from names. If these say too little and there are two or four linear layers, they follow from the order
-    in which these were made: a guess is harmless, since a formula counts only if all digits agree.
-    """
-    found: dict[str, list[Block]] = {}
-    for _, module in walk_modules(candidate.module):
-        held = {**vars(module), **vars(module).get("_parameters", {}), **vars(module).get("_modules", {})}
-        for name, part in held.items():
-            short = name.lower().replace("_", "")
-            role = next((role for role, names in ROLES.items() if short in names), None)
-            block = read_block(candidate, part, held.get(BIASES.get(name, ""))) if role else None
-            if role and block:
-                found.setdefault(role, []).append(block)
-    layers = [module for _, module in walk_modules(candidate.module) if type(module).__name__ == "Linear"]
-    if not is_complete(found) and len(layers) in ORDERS:
-        blocks = [read_block(candidate, layer, None) for layer in layers]
-        found = {role: [block] for role, block in zip(ORDERS[len(layers)], blocks, strict=True) if block}
-    return found if is_complete(found) else {}
-
-
-def is_complete(found: dict[str, Any]) -> bool:
-    return "o" in found and ("qkv" in found or {"q", "k", "v"} <= found.keys())
-
-
-def read_block(candidate: Candidate, part: Any, bias: Any) -> Block | None:
-    """The weight and offset of a linear module, or of a matrix and a bias; None of something else."""
-    is_matrix = hasattr(part, "shape")
-    weight, bias = (part, bias) if is_matrix else (getattr(part, "weight", None), getattr(part, "bias", None))
-    if getattr(weight, "ndim", 0) != 2:
-        return None
-    matrix = candidate.share(weight)
-    if candidate.library == "torch" and type(part).__name__ != "Conv1D":  # whose weight is (in, out), as ours is
-        matrix = matrix.T
-    return matrix, np.zeros(matrix.shape[-1]) if bias is None else candidate.share(bias)
-
-
-@contextlib.contextmanager
-def restoring(arrays: list[np.ndarray]) -> Iterator[None]:
-    """Put the values of arrays back afterwards."""
-    before = [array.copy() for array in arrays]
-    try:
-        yield
-    finally:
-        for array, values in zip(arrays, before, strict=True):
-            array[...] = values
-
-
-def past(see: np.ndarray, more: int = 0) -> np.ndarray:
-    """The causal mask of the shape of `see`, with `more` later keys."""
-    n, m = see.shape
-    return np.tri(n, m, m - n + more, dtype=bool)
-
-
-def is_equal(a: np.ndarray, b: np.ndarray, tolerance: float = CLOSE) -> bool:
-    """Whether two arrays are equal up to `tolerance`, relative to the largest finite element of b."""
-    if a.shape != b.shape:
-        return False
-    return bool(np.allclose(a, b, rtol=0, atol=tolerance * largest(b), equal_nan=True))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["OwnCodeError", "catching_exit", "load_object", "running"]
+__all__ = ["OwnCodeError", "TimeLimitError", "catching_exit", "limiting", "load_object", "running"]
 
 
 class OwnCodeError(ValueError):
@@ -101,3 +103,28 @@ def catching_exit() -> Iterator[None]:
         yield
     finally:
         os._exit = leave
+
+
+class TimeLimitError(BaseException):
+    """Raised inside of code that runs too long. An `except Exception` in that code does not catch it."""
+
+
+@contextlib.contextmanager
+def limiting(seconds: float) -> Iterator[None]:
+    """Raise `TimeLimitError` in the code of a person that runs longer than `seconds`, an endless loop for example.
+
+    It needs the alarm signal, so it does nothing outside of the main thread and on Windows.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeLimitError
+
+    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
