@@ -54,6 +54,33 @@ def test_train_prints_its_result_and_the_next_command(text, tmp_path, capsys):
     assert f"tinygrad-mha generate {out}" in said
 
 
+def test_train_accepts_the_configuration_of_a_run_its_state_and_a_file(text, run, tmp_path, capsys):
+    (tmp_path / "options.json").write_text(json.dumps({"n_layer": 1, "n_embd": 8, "n_head": 2, "block_size": 8}))
+    for i, config in enumerate([run, run / "step-5" / "state.json", tmp_path / "options.json"]):
+        call = ["train", "--text", str(text), "--out", str(tmp_path / str(i)), "--steps", "2", "--quiet"]
+        assert main([*call, "--config", str(config), "--set", "batch_size=2", "eval_batches=1"]) == 0
+    logs = [(tmp_path / str(i) / "log.csv").read_text() for i in (0, 1)]
+    losses = [[line.split(",")[1] for line in log.splitlines()] for log in logs]
+    assert losses[0] == losses[1]
+    assert json.loads((tmp_path / "2" / "step-2" / "state.json").read_text())["config"]["n_embd"] == 8
+
+
+def test_a_configuration_that_cannot_be_read_is_refused_before_the_folder_is_made(tmp_path, capsys):
+    out = tmp_path / "new"
+    for name, content, message in [
+        ("nothing", None, "must be tiny, cpu, finetune, a JSON file, or the folder of a run, got"),
+        ("typo.json", '{"n_layr": 1}', "did you mean 'n_layer'?"),
+        ("list.json", "[1]", "must contain a JSON object"),
+        ("state.json", "{}", "has no configuration"),
+        ("cut.json", '{"n_layer', "is not valid JSON"),
+    ]:
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        assert message in refused(capsys, "train", "--config", tmp_path / name, "--out", out)
+    assert "contains no run" in refused(capsys, "train", "--config", tmp_path, "--out", out)
+    assert not out.exists()
+
+
 def test_train_resumes_and_equals_the_uninterrupted_run(text, tmp_path, run, capsys):
     half = tmp_path / "half"
     for steps in ("2", "5"):
@@ -146,6 +173,14 @@ def test_graph_draws_the_built_in_subjects(what, more, tmp_path, capsys):
     assert main(["graph", what, "-o", str(out), *more]) == 0
     assert out.read_text().startswith("digraph")
     assert "boxes" in capsys.readouterr().out
+
+
+def test_graph_draws_the_small_gpt_or_a_run(run, tmp_path, capsys):
+    for model in ([], [str(run)]):
+        out = tmp_path / "x.dot"
+        assert main(["graph", "gpt", "-o", str(out), "--model", *model]) == 0
+        assert "loss" in out.read_text()
+    assert "--model is for the target gpt" in refused(capsys, "graph", "mha", "--model")
 
 
 def test_graph_of_attention_names_its_matrices(tmp_path):
@@ -328,3 +363,26 @@ def test_the_encoding_of_standard_output_is_kept(monkeypatch):
     cli.prepare_streams()
     print("注意", flush=True)
     assert stream.buffer.getvalue() == b"??\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ examples
+
+
+def test_examples_are_copied_and_run_and_a_full_folder_is_refused(tmp_path, capsys):
+    folder = tmp_path / "lesson"
+    assert main(["examples", str(folder)]) == 0
+    assert f"next: python {folder / 'attention_by_hand.py'}" in capsys.readouterr().out
+    subprocess.run([sys.executable, folder / "attention_by_hand.py"], check=True, capture_output=True, cwd=tmp_path)
+    assert not list(folder.rglob("__pycache__"))
+    assert "is not an empty folder: choose another" in refused(capsys, "examples", folder)
+
+
+def test_every_command_shows_examples_in_its_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"Examples:\n  tinygrad-mha {command}" in capsys.readouterr().out
+    assert len(commands) >= 10

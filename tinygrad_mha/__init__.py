@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tinygrad_mha.check import GradcheckError, GradcheckReport, gradcheck
     from tinygrad_mha.viz import graph, graph_diff, show, walkthrough
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["GradcheckError", "GradcheckReport", "Tensor", "__version__", "check", "data", "enable_grad", "grad"]
 __all__ += ["gradcheck"]

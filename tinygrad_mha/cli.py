@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -27,13 +28,14 @@ from tinygrad_mha.check import GradcheckReport, attention, gradcheck
 from tinygrad_mha.data import Tokenizer, load_tokenizer, split_words
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
+from tinygrad_mha.files.json_files import read_json
 from tinygrad_mha.files.python_files import load_object, running
-from tinygrad_mha.files.run_folder import find_latest
+from tinygrad_mha.files.run_folder import STATE, find_latest
 from tinygrad_mha.laboratory import LabServer, find_weights
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
 from tinygrad_mha.tensors import Tensor
-from tinygrad_mha.training import PRESETS, DivergedError, load_trained, train
+from tinygrad_mha.training import PRESETS, DivergedError, TrainConfig, load_trained, train
 from tinygrad_mha.training.config import list_option_names
 from tinygrad_mha.training.parallel import join_ranks
 from tinygrad_mha.viz.terminal import Matrix, print_matrices
@@ -43,7 +45,7 @@ __all__ = ["main"]
 OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
 MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
 
-
+PROMPT = "The value"  # what `graph gpt --model` draws
 MOST_CHARACTERS = 2000  # of a message
 MOST_HEADS = 64
 MOST_WIDTH = 1024
@@ -69,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_lab,
         add_gradcheck,
         add_check,
+        add_examples,
     )
     for add in adders:
         add(commands)
@@ -175,12 +178,14 @@ def run_demo(args: argparse.Namespace) -> int:
 def add_train(commands: Any) -> None:
     option = add_command(commands, run_train)
     option("--text", type=Path, metavar="FILE", help="UTF-8 text; default: Python's language reference")
-    option("--out", type=Path, required=True, metavar="DIR", help="folder for checkpoints, log and samples")
+    text = "folder for checkpoints, log and samples (default: %(default)s)"
+    option("--out", type=Path, default=Path("run"), metavar="DIR", help=text)
     option(
         "--init", type=Path, metavar="DIR", help="start with the model and tokenizer of a run or Hugging Face folder"
     )
-    text = "default: tiny, or with --init finetune; cpu is nanoGPT's configuration for a CPU"
-    option("--config", choices=sorted(PRESETS), help=text)
+    text = f"""one of {", ".join(PRESETS)}; a JSON file of options; or the folder of a run, for its configuration.
+        Default: tiny, or with --init finetune; cpu is nanoGPT's configuration for a CPU"""
+    option("--config", metavar="NAME|FILE.json|DIR", help=text)
     option("--steps", type=natural, help="number of updates")
     option("--seed", type=natural, help="of weights, data, dropout and samples (default 0)")
     text = f"any option of the configuration: {', '.join(list_option_names())}"
@@ -199,17 +204,18 @@ def run_train(args: argparse.Namespace) -> int:
     run had not been interrupted. Started by `mpiexec -n N`, N processes share the rows of each batch.
 
     Examples:
-      tinygrad-mha train --out run
-      tinygrad-mha train --text novel.txt --out run --config cpu --set n_embd=96 dropout=0.1
-      tinygrad-mha train --out run --resume
-      tinygrad-mha train --init run --text letters.txt --out tuned
+      tinygrad-mha train
+      tinygrad-mha train --text novel.txt --out novel --config cpu --set n_embd=96 dropout=0.1
+      tinygrad-mha train --out novel --resume
+      tinygrad-mha train --config novel --text letters.txt --out letters
+      tinygrad-mha train --init novel --text letters.txt --out tuned
     """
     changes = dict(map(parse_setting, args.set))
     changes |= {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     show = "json" if args.json else "quiet" if args.quiet else "bar"
     with join_ranks() as ranks:
         resumed = args.resume and find_latest(args.out) is not None
-        config = args.config or (None if resumed or args.init else "tiny")
+        config = read_config(args.config) if args.config else None if resumed or args.init else "tiny"
         model, tokenizer = (None, None) if resumed or args.init is None else open_model(args.init)
         given = {"resume": args.resume, "model": model, "tokenizer": tokenizer, "workers": args.workers, "show": show}
         run = train(config, args.text, args.out, **given, **changes)
@@ -220,6 +226,32 @@ def run_train(args: argparse.Namespace) -> int:
         print(run.workers.summary)
         print(f"next: tinygrad-mha {'train --resume --out' if run.interrupted else 'generate'} {args.out}")
     return 130 if run.interrupted else 0
+
+
+def read_config(name: str) -> TrainConfig | str:
+    """The name of a preset, or the configuration in a JSON file or in the latest checkpoint of a run.
+
+    A file holds any options of a TrainConfig, or is the state.json of a checkpoint.
+    """
+    if name in PRESETS:
+        return name
+    path = Path(name)
+    if path.is_dir():
+        checkpoint = find_latest(path)
+        if checkpoint is None:
+            raise ValueError(f"--config {name}: the folder contains no run")
+        path = checkpoint / STATE
+    elif not path.exists():
+        raise ValueError(f"--config must be {', '.join(PRESETS)}, a JSON file, or the folder of a run, got {name!r}")
+    options = read_json(path)
+    if path.name == STATE:
+        options = options.get("config")
+        if not isinstance(options, dict):
+            raise ValueError(f"{path} has no configuration")
+    try:
+        return TrainConfig(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -344,6 +376,7 @@ def add_graph(commands: Any) -> None:
         help=".svg .png .pdf .html or .dot; default: %(default)s",
     )
     option("--open", action="store_true", help="open the picture in a browser")
+    option("--model", type=Path, nargs="?", const=OUR_MODEL, metavar="DIR", help=f"for gpt: {MODEL_HELP}")
     option("--depth", type=natural, help="the number of open levels of modules (gpt: 1 unless given)")
     option("--no-values", action="store_true", help="names, shapes and formulas only")
     option("--backward", action="store_true", help="draw the computation of the gradients too")
@@ -362,12 +395,15 @@ def run_graph(args: argparse.Namespace) -> int:
     Examples:
       tinygrad-mha graph mha --open
       tinygrad-mha graph gpt --depth 2 -o gpt.png
+      tinygrad-mha graph gpt --model -o trained.html
       tinygrad-mha graph model.py:attention --shape 3x5 --backward
     """
+    if args.model is not None and args.target != "gpt":
+        raise ValueError(f"--model is for the target gpt, got {args.target!r}")
     if args.target in SUBJECTS:
         if args.shape:
             raise ValueError("--shape needs a FILE.py:NAME")
-        y = SUBJECTS[args.target](args.seed)
+        y = SUBJECTS[args.target](args.seed) if args.model is None else run_model(args)
     elif ":" not in args.target:
         raise ValueError(f"expected {', '.join(SUBJECTS)} or FILE.py:NAME, got {args.target!r}")
     else:
@@ -381,6 +417,15 @@ def run_graph(args: argparse.Namespace) -> int:
     print(f"{picture.save(args.out)}: {len(picture.picture.nodes)} boxes")
     open_page(args)
     return 0
+
+
+def run_model(args: argparse.Namespace) -> Tensor:
+    """The loss of a trained model on a few tokens, with gradients."""
+    model, tokenizer = open_model(args.model)
+    ids = tokenizer.encode(PROMPT)
+    loss = model.eval().loss(ids[None, :-1], ids[None, 1:])
+    loss.backward()
+    return loss
 
 
 def call_function(f: Callable[..., Any], args: argparse.Namespace) -> Any:
@@ -536,6 +581,10 @@ def run_lab(args: argparse.Namespace) -> int:
 
     Serves this machine only. The first line is the address; it contains a secret token. Closing the page ends the lab,
     and so does Ctrl-C.
+
+    Examples:
+      tinygrad-mha lab --open
+      tinygrad-mha lab --model run --port 8000
     """
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must be in 0 ... 65535, got {args.port}")
@@ -661,6 +710,37 @@ def run_check(args: argparse.Namespace) -> int:
     verdict = attention(target, *inputs, causal=args.causal, seed=args.seed)
     print(json.dumps(verdict.to_dict()) if args.json else verdict)
     return verdict.exit_code
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# examples
+
+
+def add_examples(commands: Any) -> None:
+    option = add_command(commands, run_examples)
+    folder = Path("tinygrad-mha-examples")
+    option("folder", type=Path, nargs="?", default=folder, metavar="DIR", help="new or empty; default: %(default)s")
+
+
+def run_examples(args: argparse.Namespace) -> int:
+    """Copy the examples of this package into a folder.
+
+    Each is a script with --help: attention by hand, a check of your own attention, training on digits, sums and names,
+    and a translator built step by step.
+
+    Examples:
+      tinygrad-mha examples
+      tinygrad-mha examples lesson
+    """
+    if args.folder.exists() and not (args.folder.is_dir() and not any(args.folder.iterdir())):
+        raise FileExistsError(f"{args.folder} exists already and is not an empty folder: choose another one")
+    package = Path(tg.__file__).parent
+    source = package / "examples"  # in a wheel; in a checkout they are beside the package
+    source = source if source.is_dir() else package.parent / "examples"
+    shutil.copytree(source, args.folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    print(*sorted(args.folder.rglob("*.py")), sep="\n")
+    print(f"next: python {args.folder / 'attention_by_hand.py'}")
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------------
