@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -380,7 +381,7 @@ def test_examples_are_copied_and_run_and_a_full_folder_is_refused(tmp_path, caps
 def test_every_command_shows_examples_in_its_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    commands = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    commands = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
     for command in commands:
         with pytest.raises(SystemExit):
             main([command, "--help"])

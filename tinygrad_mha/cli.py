@@ -45,7 +45,6 @@ __all__ = ["main"]
 OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
 MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
 
-PROMPT = "The value"  # what `graph gpt --model` draws
 MOST_CHARACTERS = 2000  # of a message
 MOST_HEADS = 64
 MOST_WIDTH = 1024
@@ -243,11 +242,10 @@ def read_config(name: str) -> TrainConfig | str:
         path = checkpoint / STATE
     elif not path.exists():
         raise ValueError(f"--config must be {', '.join(PRESETS)}, a JSON file, or the folder of a run, got {name!r}")
-    options = read_json(path)
-    if path.name == STATE:
-        options = options.get("config")
-        if not isinstance(options, dict):
-            raise ValueError(f"{path} has no configuration")
+    content = read_json(path)
+    options = content.get("config") if path.name == STATE else content
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} has no configuration")
     try:
         return TrainConfig(**options)
     except (ValueError, TypeError) as error:
@@ -420,10 +418,10 @@ def run_graph(args: argparse.Namespace) -> int:
 
 
 def run_model(args: argparse.Namespace) -> Tensor:
-    """The loss of a trained model on a few tokens, with gradients."""
-    model, tokenizer = open_model(args.model)
-    ids = tokenizer.encode(PROMPT)
-    loss = model.eval().loss(ids[None, :-1], ids[None, 1:])
+    """The loss of a trained model on the tokens that it writes after token 0, with gradients."""
+    model, _ = open_model(args.model, with_tokenizer=False)
+    ids = np.asarray(generate(model, [0], min(8, model.config.block_size), temperature=0, eos=None))
+    loss = model.eval().loss(Tensor(ids[:, :-1], name="ids"), Tensor(ids[:, 1:], name="targets")).named("loss")
     loss.backward()
     return loss
 
