@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from string import ascii_letters
 
 import numpy as np
 
@@ -35,36 +36,67 @@ def pack(run: str) -> None:
 
 
 def measure(windows: int = 64) -> None:
-    """Print, for each head, the mean weight on four kinds of key, over windows of the validation text."""
+    """Print, for each head, its mean weight on several kinds of key, over windows of the validation text; what a head
+    would give that attends to all keys evenly; and by how much the loss rises if the output of the head is 0."""
     model, tokenizer = tg.training.load_trained()
-    length = model.config.block_size
+    length, n_head = model.config.block_size, model.config.n_head
     ids = tokenizer.encode(split_text(builtin_corpus())[1])
     starts = np.random.default_rng(0).integers(len(ids) - length, size=windows)
     rows = ids[starts[:, None] + np.arange(length)]
     with tg.no_grad():
         _, trace = model(rows, trace=True)
-    query, key = np.indices((length, length))
-    same = rows[:, :, None] == rows[:, None, :]  # [b, i, j]: token i is token j
-    after_pair = np.zeros_like(same)
-    after_pair[:, 2:, 2:] = same[:, 2:, 1:-1] & same[:, 1:-1, :-2]  # j follows an earlier copy of tokens i - 1 and i
-    kinds = {
-        "itself": query == key,
-        "previous": key == query - 1,
-        "2 to 8 before": (key < query - 1) & (key >= query - 8),
-        "first": (key == 0) & (query > 8),
-        "same letter": same & (key < query),
-        "after a copy": after_pair & (key <= query),
-    }
-    print(f"{'layer head':12}" + "".join(f"{name:>15}" for name in kinds))
+        loss = model.loss(rows[:, :-1], rows[:, 1:]).item()
+
+    kinds = find_kinds(rows, tokenizer)
+    print(f"{'layer head':12}" + "".join(f"{name:>12}" for name in kinds) + f"{'loss':>12}")
+
+    def print_row(title: str, weights: np.ndarray, rise: str) -> None:
+        shares = []
+        for mask in kinds.values():
+            there = mask[:, 16:].any(-1)  # queries that have seen a few tokens, and a key of this kind
+            shares.append((weights * mask)[:, 16:].sum(-1)[there].mean())
+        print(f"{title:12}" + "".join(f"{share:12.2f}" for share in shares) + f"{rise:>12}")
+
+    even = np.tri(length) / np.arange(1, length + 1)[:, None]
+    print_row(" evenly", even, f"{loss:.3f}")
     for layer, steps in enumerate(trace.attention):
-        weights = steps.weights.numpy()[:, :, 16:]  # (B, H, T - 16, T): queries that have seen a few tokens
-        for head in range(weights.shape[1]):
-            shares = []
-            for mask in kinds.values():
-                mask = np.broadcast_to(mask, same.shape)[:, 16:]
-                has_one = mask.any(-1)
-                shares.append((weights[:, head] * mask).sum(-1)[has_one].mean())
-            print(f"{layer:5} {head + 1:4}  " + "".join(f"{share:15.2f}" for share in shares))
+        for head in range(n_head):
+            rise = measure_loss_without(model, rows, layer, head) - loss
+            print_row(f"{layer:5} {head + 1:4}", steps.weights.numpy()[:, head], f"+{rise:.3f}")
+
+
+def find_kinds(rows: np.ndarray, tokenizer: tg.data.Tokenizer) -> dict[str, np.ndarray]:
+    """For each kind of key a boolean array (B, T, T): which keys are of this kind, seen from each query."""
+    query, key = np.indices((rows.shape[1], rows.shape[1]))
+    space, line_feed, letter = (np.isin(rows, tokenizer.encode(text)) for text in (" ", "\n", ascii_letters))
+    gap = space | line_feed
+    begins = np.zeros_like(gap)  # the first character of a word
+    begins[:, 1:] = gap[:, :-1] & ~gap[:, 1:]
+    word = np.cumsum(gap, axis=1)
+    same_word = (word[:, :, None] == word[:, None, :]) & ~gap[:, None, :]
+    kinds = {
+        "itself": (key == query)[None],
+        "previous": (key == query - 1)[None],
+        "this word": same_word,
+        "word starts": begins[:, None, :],
+        "spaces": space[:, None, :],
+        "line feeds": line_feed[:, None, :],
+        "other signs": ~(letter | gap)[:, None, :],
+    }
+    return {name: mask & (key <= query) & np.ones((len(rows), 1, 1), bool) for name, mask in kinds.items()}
+
+
+def measure_loss_without(model: tg.nn.GPT, rows: np.ndarray, layer: int, head: int) -> float:
+    """The loss if the rows of W_O that belong to a head are 0."""
+    weight = model.h[layer].attn.c_proj.weight
+    before, width = weight.numpy().copy(), weight.shape[0] // model.config.n_head
+    after = before.copy()
+    after[head * width : (head + 1) * width] = 0
+    weight.assign_(after)
+    with tg.no_grad():
+        loss = model.loss(rows[:, :-1], rows[:, 1:]).item()
+    weight.assign_(before)
+    return loss
 
 
 if __name__ == "__main__":

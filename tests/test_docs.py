@@ -9,6 +9,7 @@ import importlib
 import io
 import pkgutil
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -106,14 +107,19 @@ def test_every_picture_of_the_gallery_is_drawn_by_the_code_of_a_page_and_shown()
         assert any(f"images/{picture.name})" in text for text in texts), f"no page shows {picture.name}"
 
 
-COMMAND = r"(?sm)^```console\n\$ tinygrad-mha ([^\n|]+?)(?: \| head -(\d+))?\n(.*?)^```"
+COMMAND = r"(?sm)^```console\n\$ (?:tinygrad-mha|python) ([^\n|]+?)(?: \| head -(\d+))?\n(.*?)^```"
 COMMANDS = [match.groups() for page in PAGES for match in re.finditer(COMMAND, page.read_text())]
 
 
 @pytest.mark.parametrize(("command", "head", "output"), COMMANDS)
 def test_a_page_shows_what_a_command_prints(command, head, output, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    main(shlex.split(command))
+    first, *rest = shlex.split(command)
+    if first.endswith(".py"):
+        monkeypatch.setattr(sys, "argv", [first, *rest])
+        runpy.run_path(first, run_name="__main__")
+    else:
+        main([first, *rest])
     lines = capsys.readouterr().out.splitlines(keepends=True)
     assert "".join(lines[: int(head) if head else None]) == output
 
