@@ -45,7 +45,9 @@ TESTS = {
     "viz/diagram/graphviz_engines": "render",
     "viz/diagram": "graph render number_words",
     "viz/plots": "plots",
-    "viz": "walkthrough own_attention graph",
+    "viz/terminal": "show",
+    "viz/page": "walkthrough walkthrough_model own_attention graph",
+    "laboratory": "laboratory",
     "check/gradient_check": "gradcheck registry",
     "check/differences": "gradcheck registry",
     "check/report": "gradcheck",
@@ -68,6 +70,16 @@ EQUIVALENT = {
         "each row gets one token, whatever `strict` says"
     ),
     "decoding/stops.py: self.done = False": "each text gets a token before `done` is read",
+    "kernels/reference.py: fits = weight.shape == x.shape[-1:]": "the engine sums what a rule leaves to be summed",
+    "ops/elementary.py: inputs = (*inputs[:-1], as_index(inputs[-1]))": "there are two inputs: [:-1] is [:1]",
+    "training/parallel.py: sys.stderr.flush()": "Python flushes standard error after each line",
+    'viz/diagram/dot.py: size = 12 if node.shape == "scalar" else 10': "a matter of taste: the size of letters",
+    "viz/plots/attention_weights.py: plot = new_plot(cell * image.shape[1] + 1.6, cell * image.shape[0] + 0.7)": (
+        "a matter of taste: the size of the picture"
+    ),
+    "viz/plots/training_curves.py: plot = new_plot(7, 0.9 + 0.23 * len(squares))": (
+        "a matter of taste: the size of the picture"
+    ),
     "files/huggingface.py: for name, part in zip(names, parts, strict=True):": (
         "both have the number of names, whatever `strict` says"
     ),

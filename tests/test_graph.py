@@ -27,6 +27,7 @@ from tinygrad_mha.check import samples  # noqa: F401  # gives primitives their s
 from tinygrad_mha.primitives import KINDS
 from tinygrad_mha.viz import GraphTooLargeError
 from tinygrad_mha.viz.diagram import dot, heat
+from tinygrad_mha.viz.diagram.closing import close_frames
 from tinygrad_mha.viz.diagram.mermaid import to_mermaid
 from tinygrad_mha.viz.diagram.picture import Cluster, Node, Picture, Table
 
@@ -1319,6 +1320,35 @@ def test_equal_graphs_have_no_difference():
     diff = tg.graph_diff(two_heads(seed=0), two_heads(seed=1))
     assert all(x.change == "same" for x in (*diff.picture.nodes, *diff.picture.edges))
     assert len(diff.picture.nodes) == 2 * len(tg.graph(two_heads()).picture.nodes)
+
+
+def test_boxes_with_one_title_are_compared_in_their_order():
+    x = tg.Tensor(np.ones(3), requires_grad=True, name="x")
+    diff = tg.graph_diff(x.tanh().tanh().tanh(), x.tanh().tanh(), ops="separate")
+    changes = [node.change for node in diff.picture.nodes if node.title.endswith("tanh")]
+    assert sorted(changes) == ["left", *["same"] * 4]
+
+
+def test_arrows_on_one_side_of_a_difference_have_its_colour_and_all_others_that_of_their_kind():
+    x, y = (tg.Tensor(np.ones(3), requires_grad=True, name=name) for name in "xy")
+    arrows = [line for line in tg.graph_diff(x.exp(), (x * y).exp()).dot.splitlines() if "->" in line]
+    assert sum('color="#1a7f37"' in line for line in arrows) == 1
+    assert any('color="#1a7f37"' not in line and "#cf222e" not in line for line in arrows)
+    assert 'color="#1a7f37"' not in tg.graph((x * y).exp()).dot
+
+
+def test_a_closed_frame_is_an_output_if_the_output_is_in_it_and_only_then():
+    picture = tg.graph(gpt()(IDS), depth=3).picture
+    names = {cluster.title: cluster.id for cluster in picture.clusters}
+    for title, kind in [("GPT", "output"), ("h.0…3  ×4", "op")]:
+        closed = close_frames(picture, {names[title]})
+        assert next(node.kind for node in closed.nodes if node.id == names[title]) == kind
+
+
+def test_a_factor_is_written_as_a_sign_only_if_it_is_minus_one():
+    x = tg.Tensor(np.ones((2, 3)), requires_grad=True, name="x")
+    for by, formula in [(-1, "−x"), (-2, "−2 · x"), (1, "x"), (2, "2 · x")]:
+        assert tg.graph(tg.ops.scale(x, by=by)).picture.nodes[-1].lines == [f"output: {formula}"]
 
 
 def test_each_side_of_a_difference_keeps_its_frames_and_its_pairs():

@@ -289,6 +289,12 @@ def test_folders_of_older_versions_open(tmp_path):
     close(nn.GPT.from_pretrained(folder)(IDS), model(IDS).data, 0)
 
 
+def test_a_head_is_not_tied_unless_the_folder_says_so(tmp_path):
+    model = make_model(**LLAMA, tie_weights=False)
+    edit_json(save(model, tmp_path) / "config.json", tie_word_embeddings="delete")
+    close(nn.GPT.from_pretrained(tmp_path)(IDS), model(IDS).data, 0)
+
+
 def test_settings_that_we_lack_are_all_named(tmp_path):
     folder = save(make_model(**LLAMA), tmp_path)
     edit_json(

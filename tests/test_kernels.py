@@ -323,3 +323,8 @@ def test_the_import_of_the_package_does_not_import_numba():
     code = "import sys, tinygrad_mha as tg; tg.ops.exp(tg.Tensor([1.0])); sys.exit('numba' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "TINYGRAD_MHA_KERNELS"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_the_error_function_is_never_beyond_1(kind):
+    x = np.linspace(3, 4, 20_001, dtype=np.float32)
+    assert np.abs(reference.erf(np.concatenate([x, -x]))).max() == 1.0

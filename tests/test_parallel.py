@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import tinygrad_mha as tg
 from tinygrad_mha.files.run_folder import find_latest
 from tinygrad_mha.nn import GPT, Dropout, Module
 from tinygrad_mha.training import accumulate, parallel, report
-from tinygrad_mha.training.parallel import Workers
+from tinygrad_mha.training.parallel import Workers, find_ranks
 
 pytest.importorskip("threadpoolctl")
 
@@ -364,6 +365,17 @@ def test_a_launch_without_mpi4py_is_refused(monkeypatch, tmp_path):
 
 
 @mpi
+def test_the_library_that_finds_another_number_of_ranks_is_named_in_one_line(monkeypatch):
+    pytest.importorskip("mpi4py.MPI")
+    library = SimpleNamespace(COMM_WORLD=SimpleNamespace(size=1), Get_library_version=lambda: "Own 4\nmore")
+    monkeypatch.setenv("PMI_SIZE", "3")
+    monkeypatch.setattr("mpi4py.MPI", library)
+    with pytest.raises(
+        RuntimeError, match=r"3 processes were launched, but the MPI library of mpi4py \(Own 4\) finds 1"
+    ):
+        find_ranks()
+
+
 def test_the_launcher_of_another_mpi_library_is_refused(tmp_path):
     script = "import os; os.environ['PMI_SIZE'] = '4'; import tinygrad_mha.training.parallel as p; p.find_ranks()"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

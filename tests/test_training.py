@@ -772,6 +772,12 @@ def test_a_run_that_would_overwrite_files_of_others_is_refused(tmp_path, name):
     assert contents(tmp_path) in ({name: b"mine"}, {})
 
 
+def test_a_folder_with_the_name_of_a_log_is_refused(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(FileExistsError, match=r"log\.csv, which a run would overwrite"):
+        small(tmp_path)
+
+
 def test_notes_in_a_checkpoint_are_never_removed(tmp_path):
     small(tmp_path, steps=3)
     (tmp_path / "step-3" / "notes.txt").write_text("mine")
