@@ -90,6 +90,17 @@ def list_anchors(page):
     return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
+def test_a_page_mentions_public_names_that_exist(page):
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+    for code in re.findall(r"`([^`\n]+)`", text):
+        for path in re.findall(r"\btg((?:\.[A-Za-z_]\w*)+)", code):
+            value = tg
+            for name in path[1:].split("."):
+                assert hasattr(value, name), f"{page.name} mentions tg{path}"
+                value = getattr(value, name)
+
+
 def test_every_page_is_in_the_navigation_of_the_site():
     navigation = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().split("nav:")[1].split("theme:")[0])
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
