@@ -57,6 +57,16 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
     [
         ("dM", lambda dP, P: P * dP, "a row sum is missing: dM - P * dM.sum(axis=-1, keepdims=True) is right"),
         ("dM", lambda dP, P: dP - (P * dP).sum(axis=-1, keepdims=True), "a factor P is missing"),
+        (
+            "dM",
+            lambda dP, P: P * (1 - P) * dP,
+            "each element of P depends on others too, the formula has its own alone",
+        ),
+        (
+            "dM",
+            lambda dP, P: P * (dP - (P * dP).sum()),
+            "a sum over axis None is wrong: a sum over axis -1 with keepdims=True is right",
+        ),
         ("dM", lambda dP, P: P * ((P * dP).sum(axis=-1, keepdims=True) - dP), "the sign: -dM is right"),
         ("dQ", lambda dS, K: dS @ K, "a factor of 1/sqrt(7) is missing"),
         ("dK", lambda dS, Q: (dS.T @ Q / D**0.5).T, "a transpose: dK.mT is right"),

@@ -149,9 +149,9 @@ def replace_end(new: dict[str, np.ndarray]) -> Any:
 
 
 def put_elsewhere(case: Case, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Queries, keys or both as they are at the end of `rows`."""
+    """Queries, keys or both, and values, as they are at the end of `rows`."""
     steps = show_steps(case, rows)
-    for names in (("q",), ("k",), ("q", "k")):
+    for names in (("q",), ("k",), ("q", "k"), ("q", "k", "v")):
         yield recompute(case, edit=replace_end({name: steps[name][..., -len(case.y) :, :] for name in names}))
 
 
@@ -174,6 +174,11 @@ def put_at_the_start(case: Case) -> Iterator[np.ndarray]:
 def put_beside(case: Case) -> Iterator[np.ndarray]:
     for shift in (1, -1):
         yield recompute(case, positions=np.arange(case.stop) + shift * (np.arange(case.stop) >= case.start))
+    if "positions" not in find_options(
+        type(case.attention).forward
+    ):  # a token in front, or one fewer, moves the others
+        yield from put_elsewhere(case, case.x[np.r_[0, : case.stop]])
+        yield from put_elsewhere(case, case.x[1 : case.stop])
 
 
 def see_only(sees: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Predict:
@@ -214,6 +219,14 @@ def see_later_keys(case: Case) -> Iterator[np.ndarray]:
         order = np.array([j for j in range(case.stop) if j != query] + [query])
         rows.append(recompute(case, case.x[order], positions=order)[-1])
     yield np.array(rows)
+    if "q" in case.shown:  # the last query sees all keys: each query is put in its place
+        edits = [replace_last_query(query) for query in range(case.start, case.stop)]
+        yield np.array([recompute(case, edit=edit)[-1] for edit in edits])
+
+
+def replace_last_query(query: int) -> Any:
+    """An `edit` that puts one row of the queries in the place of the last."""
+    return lambda step, t: ops.concat(t[..., :-1, :], t[..., [query], :], axis=-2) if step == "q" else t
 
 
 def see_history(case: Case) -> Iterator[np.ndarray]:

@@ -74,8 +74,13 @@ def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
     yield finding
     if finding.status == "failed":
         return
-    if not np.isfinite(c(*c.inputs)).all():
-        raise CandidateError("it returned nan or infinity for small inputs")
+    y = c(*c.inputs)
+    if not np.isfinite(y).all():
+        rows = ", ".join(map(str, np.unique(np.argwhere(~np.isfinite(y))[:, -2]).tolist()))
+        raise CandidateError(
+            f"it returned nan or infinity for small inputs, in row {rows} of 0 to {y.shape[-2] - 1}: does the mask "
+            "hide every key of such a query, its own too, or is -inf multiplied by 0?"
+        )
     facts.see = measure_influence(c, c.inputs, seed) > CLOSE
     causality = try_claim(check_causality, c, facts)
     facts.is_causal = facts.stated = causality.status != "does not apply"

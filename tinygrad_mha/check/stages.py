@@ -28,6 +28,7 @@ __all__ = ["DerivationVerdict", "derivation"]
 
 TOLERANCE = 1e-8  # relative to the largest element of the right gradient
 MOST_REDUCTIONS = 4  # of a formula, the axes of the first sums and means are tried
+MOST_ELEMENTS = 1000  # of a stage with more, it is not tried whether a formula derives each by its own alone
 MOST_PATHS = 5  # of a stage with more users, it is not tried which of them a formula leaves out
 
 
@@ -133,7 +134,8 @@ def derivation(
             known |= {f"d{key}": g for key, g in gradients.items() if made_at(stages[key]) > made_at(stage)}
             formula = Formula(name, formulas[name], known)
             reference = make_reference(name, stage, run, evaluate)
-            verdict.findings.append(judge(formula, reference, run.split_gradient(stage), rng))
+            others = run.list_other_elements(stage)
+            verdict.findings.append(judge(formula, reference, run.split_gradient(stage), others, rng))
     return verdict
 
 
@@ -199,6 +201,22 @@ class RecordedRun:
                 parts.append((value.name or value.node.op.name, received[id(stage)]))
         return parts
 
+    def list_other_elements(self, stage: Tensor) -> Iterator[tuple[str, np.ndarray]]:
+        """Of each use of `stage` in its shape, what it contributes through other elements than the same one."""
+        for value in self.order:
+            is_use = value.node and value.shape == stage.shape and any(x is stage for x in value.node.inputs)
+            if is_use and stage.size <= MOST_ELEMENTS and id(value) in self.gradients:
+                g = self.gradients[id(value)]
+                others = np.zeros(stage.shape)
+                for index in np.ndindex(stage.shape):
+                    received: dict[int, Any] = {}
+                    alone = np.zeros(stage.shape)
+                    alone[index] = g[index]
+                    engine.backprop_node(value, alone, received, differentiable=False)
+                    others += received[id(stage)]
+                    others[index] -= received[id(stage)][index]
+                yield value.name or value.node.op.name, others
+
 
 def make_reference(name: str, stage: Tensor, run: RecordedRun, forward: Callable[[], Any]) -> Comparison:
     """The gradient of a stage, to be compared with finite differences: of `forward`, or of what follows the stage."""
@@ -217,9 +235,16 @@ def make_reference(name: str, stage: Tensor, run: RecordedRun, forward: Callable
 
 
 def judge(
-    formula: Formula, reference: Comparison, parts: list[tuple[str, np.ndarray]], rng: np.random.Generator
+    formula: Formula,
+    reference: Comparison,
+    parts: list[tuple[str, np.ndarray]],
+    others: Iterator[tuple[str, np.ndarray]],
+    rng: np.random.Generator,
 ) -> Finding:
-    """Compare what one formula gives with the right gradient; `parts` are what each use of the stage contributes."""
+    """Compare what one formula gives with the right gradient.
+
+    `parts` are what each use of the stage contributes, `others` what of it comes through other elements.
+    """
     name, x, right = reference.entry.name, reference.x, reference.gradient
     details: dict[str, Any] = {"shape": right.shape}
     if not reference.agrees(rng.choice([-1.0, 1.0], x.shape) * np.isfinite(x)):
@@ -247,6 +272,7 @@ def judge(
         formula.list_changes(),
         list_repairs(name, given, right, formula.arrays(), parts),
         list_missing_paths(given, parts),
+        list_missing_elements(given, others),
     )
     cause = next((words for words, array in repairs if is_right(array)), "")
     if not fits:
@@ -294,8 +320,10 @@ class Formula:
     def list_changes(self) -> Iterator[tuple[str, np.ndarray]]:
         """Single changes, a sum or mean over another axis or a transposed operand: in words, and the result."""
         operands = {key: x for key, x in self.arguments.items() if isinstance(x, np.ndarray) and x.ndim >= 2}
-        for number, kind, axis in itertools.product(range(MOST_REDUCTIONS), ("sum", "mean"), (None, -1, -2, -3)):
-            reductions = Reductions(number, kind, axis)
+        for number, kind, axis, keepdims in itertools.product(
+            range(MOST_REDUCTIONS), ("sum", "mean"), (None, -1, -2, -3), (False, True)
+        ):
+            reductions = Reductions(number, kind, axis, keepdims)
             with contextlib.suppress(Exception):
                 result = self.compute(**{key: reductions.watch(x) for key, x in operands.items()})
                 yield f"{reductions.change} is right", result
@@ -311,11 +339,12 @@ class Reductions:
     Attributes:
         number: which one.
         kind, axis: what replaces it; None keeps the axis.
+        keepdims: whether the axis stays, with one element, in any case.
         change: what was replaced, in words.
     """
 
-    def __init__(self, number: int, kind: str, axis: int | None) -> None:
-        self.number, self.kind, self.axis = number, kind, axis
+    def __init__(self, number: int, kind: str, axis: int | None, keepdims: bool) -> None:
+        self.number, self.kind, self.axis, self.keepdims = number, kind, axis, keepdims
         self.change = ""
 
         class Watched(np.ndarray):
@@ -330,6 +359,9 @@ class Reductions:
             place = f"{kind} over axis {axis}"
             kind, axis = self.kind, axis if self.axis is None else self.axis
             self.change = f"a {place} is wrong: a {kind} over axis {axis}"
+            if self.keepdims:
+                options["keepdims"] = True
+                self.change += " with keepdims=True"
         self.number -= 1
         return self.watch(getattr(x.view(np.ndarray), kind)(axis=axis, **options))
 
@@ -382,6 +414,16 @@ def list_missing_paths(given: np.ndarray, parts: list[tuple[str, np.ndarray]]) -
         for left_out in itertools.combinations(parts, n):
             names = ", ".join(part_name for part_name, _ in left_out)
             yield f"what comes through {names} is missing", given + sum(part for _, part in left_out)
+
+
+def list_missing_elements(
+    given: np.ndarray, others: Iterator[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What a formula gave, with what it leaves out if it derives each element by the same element alone."""
+    for name, rest in others:
+        if rest.shape == given.shape:
+            words = f"each element of {name} depends on others too, the formula has its own alone"
+            yield words, given + rest
 
 
 def is_broadcast_to(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:

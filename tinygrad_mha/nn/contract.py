@@ -40,7 +40,7 @@ GUIDE = "docs/your_own_attention.md shows what an attention in a GPT takes and g
 
 
 def describe_fault(attention: Any, fault: str) -> str:
-    return f"the attention of this GPT, {type(attention).__name__}, {fault}. {GUIDE}"
+    return f"{type(attention).__name__} {fault}. {GUIDE}"
 
 
 @functools.lru_cache

@@ -1,0 +1,150 @@
+"""The exercises of docs/teaching.md: starters fail, solutions pass, and wrong answers are explained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tinygrad_mha as tg
+from tinygrad_mha.cli import main
+
+ROOT = Path(__file__).parent.parent
+EXERCISES = ROOT / "examples" / "exercises"
+NAMES = ["softmax_rule", "causal_attention", "cached_attention"]
+
+
+@pytest.fixture
+def load(own_primitives):
+    def load(path, *change):
+        """What a file defines, after a change of its text: what was there, and what a student writes instead."""
+        text = path.read_text()
+        if change:
+            assert change[0] in text
+        names = {"__name__": path.stem}
+        exec(compile(text.replace(*change) if change else text, str(path), "exec"), names)
+        return names
+
+    return load
+
+
+def test_every_exercise_has_a_solution():
+    assert sorted(path.stem for path in EXERCISES.glob("*.py")) == sorted(NAMES)
+    assert sorted(path.stem for path in (EXERCISES / "solutions").glob("*.py")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_solution_passes_the_check_of_its_starter(load, name):
+    assert load(EXERCISES / "solutions" / f"{name}.py")["check"]().ok
+    checks = [
+        (folder / f"{name}.py").read_text().split("def check")[1] for folder in (EXERCISES, EXERCISES / "solutions")
+    ]
+    assert checks[0] == checks[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("softmax_rule", "the first wrong formula is dS"),
+        ("causal_attention", "row 0 depends on row 1, which comes later"),
+        ("cached_attention", "must call cache.append once with the keys and values of x"),
+    ],
+)
+def test_a_starter_is_a_program_that_fails_with_a_message(name, message):
+    command = [sys.executable, str(EXERCISES / f"{name}.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 1, done.stderr
+    assert message in " ".join(done.stdout.split())
+
+
+def test_the_commands_in_the_exercises_judge_them_too(capsys, own_primitives):
+    gradcheck, check = ["gradcheck", "--shape", "3x5"], ["check", "--causal"]
+    for name, (command, *options), function in [
+        ("softmax_rule", gradcheck, "softmax_of_rows"),
+        ("causal_attention", check, "attend"),
+        ("cached_attention", check, "Attention"),
+    ]:
+        for folder, code in ((EXERCISES, 1), (EXERCISES / "solutions", 0)):
+            tg.ops.REGISTRY.pop("softmax_of_rows", None)
+            assert main([command, f"{folder / name}.py:{function}", *options]) == code, name
+            assert ("FAILED" in capsys.readouterr().out) == (code == 1)
+
+
+RULES = {
+    "P * dP": "a row sum is missing",
+    "P * (1 - P) * dP": "each element of softmax depends on others too",
+    "P * (dP - (P * dP).sum())": "a sum over axis -1 with keepdims=True is right",
+    "P * (dP - (P * dP).sum(axis=-1))": "a sum over axis -1 with keepdims=True is right",
+    "P * (dP - (P * dP).sum(axis=0, keepdims=True))": "a sum over axis -1 is right",
+    "P * (dP - (P * dP).mean(axis=-1, keepdims=True))": "a sum over axis -1 is right",
+    "dP - (P * dP).sum(axis=-1, keepdims=True)": "a factor P is missing",
+    "P * ((P * dP).sum(axis=-1, keepdims=True) - dP)": "the sign: -dS is right",
+    "print(P)": "",  # returns None
+}
+
+
+@pytest.mark.parametrize("answer", RULES)
+def test_a_wrong_rule_of_softmax_is_explained(load, answer):
+    (finding,) = load(EXERCISES / "softmax_rule.py", "return dP ", f"return {answer} ")["check"]().failed
+    assert RULES[answer] in finding.cause
+    assert RULES[answer] or "does it end with return?" in finding.message
+
+
+ATTENTIONS = {  # what is changed in the solution, and the claim and the words that the student reads first
+    ("/ q.shape[-1] ** 0.5", ""): ("scale", "the scores are not divided by sqrt(d_k)"),
+    (" ** 0.5", ""): ("scale", "divided by d_k instead of sqrt(d_k)"),
+    ("q.shape[-1] ** 0.5", "np.sqrt(q.shape[-1])"): ("dtype", "np.sqrt of an integer"),
+    ("axis=-1", "axis=-2"): ("softmax", "the softmax is over the queries"),
+    ("np.where(allow, scores, -np.inf)", "scores"): ("causality", "there is no causal mask"),
+    ("np.where(allow,", "np.where(allow.mT,"): ("causality", "the polarity of the causal mask is inverted"),
+    ("-np.inf", "0"): ("softmax", "hidden scores are set to 0"),
+    ("-np.inf", "-1e4"): ("exclusion", "a finite constant (such as -1e4)"),
+    ("n_k - n_q,", "n_k - n_q + 1,"): ("causality", "lets a token see the next one (off by one)"),
+    ("n_k - n_q,", "0,"): ("chunking", "aligned at the top left corner"),
+    (" - scores.max(axis=-1, keepdims=True)", ""): ("overflow", "the largest score of each row is not subtracted"),
+}
+
+
+@pytest.mark.parametrize("change", ATTENTIONS)
+def test_a_wrong_attention_is_explained(load, change):
+    verdict = load(EXERCISES / "solutions" / "causal_attention.py", *change)["check"]()
+    claim, cause = ATTENTIONS[change]
+    assert verdict.failed[0].name == claim
+    assert cause in verdict.failed[0].cause
+
+
+def test_a_mask_that_hides_every_key_of_a_query_is_explained(load):
+    answer = load(EXERCISES / "solutions" / "causal_attention.py", "n_k - n_q,", "n_k - n_q - 1,")
+    with np.errstate(invalid="ignore"):
+        problem = answer["check"]().problem
+    assert "in row 0 of 0 to 6: does the mask hide every key of such a query" in problem
+
+
+def test_another_kind_of_attention_does_not_pass_as_the_solution(load):
+    e = "np.exp(scores - scores.max(axis=-1, keepdims=True))"
+    other = load(EXERCISES / "solutions" / "causal_attention.py", e, "(1.5 + np.tanh(scores)) * allow")
+    assert tg.check.attention(other["attend"], causal=True).ok
+    with pytest.raises(AssertionError, match=r"not softmax\(Q K\^T / sqrt\(d_k\)\) V, masked"):
+        other["check"]()
+
+
+CACHES = {
+    ("np.tri(T, first + T, first,", "np.tri(T, first + T,"): "mask from the wrong corner (top-left)",
+    ("first, dtype", "first if cache is None else first + T, dtype"): "no causal mask with a cache",
+    ("np.tri(T, first + T, first,", "np.tri(T,"): "operands could not be broadcast together",
+    ("np.arange(first, first + T)", "np.arange(T)"): "position not offset",
+    ("np.arange(first, first + T)", "np.arange(first + bool(first), first + bool(first) + T)"): "position off by one",
+    ("k, v = cache.append(k, v)", "cache.append(k, v)"): "shapes (1,5) and (1,12) not aligned",
+}
+
+
+@pytest.mark.parametrize("change", CACHES)
+def test_a_wrong_cache_is_explained(load, change):
+    verdict = load(EXERCISES / "solutions" / "cached_attention.py", *change)["check"]()
+    assert CACHES[change] in verdict.first_divergence.cause
