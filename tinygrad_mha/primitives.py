@@ -181,18 +181,16 @@ class Primitive(Generic[P, R_co]):
             if self.variadic:
                 raise unknown_keyword(self.name, keywords.keys() - self.keywords_known)
             inputs, keywords = self._by_position(inputs, keywords)
-        are_arrays = len(inputs) >= self.required
+        are_arrays = True
         for x in inputs:
-            are_arrays = are_arrays and (x is None or (x.__class__ is ndarray and x.dtype.isnative))
-        if are_arrays:  # nothing to convert, and the defaults are those of the function
-            return self.compute(inputs, keywords)
-        if self.defaults and len(keywords) < len(self.keywords):
-            keywords = {**self.defaults, **keywords}
-        if len(inputs) < len(self.arguments) and not self.variadic:
-            inputs = self._complete(inputs)
-        for x in inputs:
+            if x is None or (x.__class__ is ndarray and x.dtype.isnative):
+                continue
             if hasattr(x, "__apply_primitive__"):
-                return x.__apply_primitive__(self, inputs, keywords)
+                return x.__apply_primitive__(self, *self._fill_in(inputs, keywords))
+            are_arrays = False
+        if are_arrays and len(inputs) >= self.required:  # what is missing are defaults of the function
+            return self.compute(inputs, keywords)
+        inputs, keywords = self._fill_in(inputs, keywords)
         return self.compute([as_operand(x, inputs) for x in inputs], keywords)
 
     def compute(self, arrays: Sequence[Any], keywords: dict[str, Any]) -> np.ndarray:
@@ -232,12 +230,16 @@ class Primitive(Generic[P, R_co]):
         placed = tuple(named.get(name) for name in free)
         return inputs + placed, {name: x for name, x in keywords.items() if name in self.keywords_known}
 
-    def _complete(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Add None for optional array arguments that are missing, so that every rule receives every argument."""
+    def _fill_in(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add None for optional array arguments that are missing, so that every rule gets every argument; defaults."""
+        if self.defaults and len(keywords) < len(self.keywords):
+            keywords = {**self.defaults, **keywords}
         if len(inputs) < self.required:
             missing = self.arguments[len(inputs) : self.required]
             raise TypeError(f"{self.name}: expected the arrays {self.arguments}, got {len(inputs)}; missing {missing}")
-        return inputs + (None,) * (len(self.arguments) - len(inputs))
+        if len(inputs) < len(self.arguments) and not self.variadic:
+            inputs += (None,) * (len(self.arguments) - len(inputs))
+        return inputs, keywords
 
     def explain(self, error: Exception, arrays: Iterable[Any], keywords: dict[str, Any]) -> Exception:
         """The same error with the name of the primitive, the shapes of its operands and its options."""

@@ -60,12 +60,12 @@ def import_compiled() -> Any:
         ) from error
 
 
-def select(*arrays: np.ndarray) -> Any:
+def select(*arrays: np.ndarray | None) -> Any:
     """The module to compute with: `compiled` takes contiguous, writable arrays of float32, `reference` takes any."""
     if active == "numpy":
         return reference
     for a in arrays:
-        if a.dtype != SINGLE or not a.flags.carray:
+        if a is not None and (a.dtype != SINGLE or not a.flags.carray):
             return reference
     return import_compiled()
 
@@ -82,13 +82,16 @@ def gelu_vjp(g: np.ndarray, phi: np.ndarray | None, x: np.ndarray, tanh: bool) -
 
 def layer_norm(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Normalize the last axis: the result, and the mean (..., 1) and 1 / sqrt(var + eps) (..., 1) of each row."""
-    return select(*[a for a in (x, weight, bias) if a is not None]).layer_norm(x, weight, bias, eps)
+) -> tuple[np.ndarray, np.ndarray | float, np.ndarray | float]:
+    """Normalize the last axis: the result, and the mean (..., 1) and 1 / sqrt(var + eps) (..., 1) of each row.
+
+    The latter two may be numbers if there is one row.
+    """
+    return select(x, weight, bias).layer_norm(x, weight, bias, eps)
 
 
 def layer_norm_vjp(
-    g: np.ndarray, mean: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray | None
+    g: np.ndarray, mean: np.ndarray | float, rstd: np.ndarray | float, x: np.ndarray, weight: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """The gradients of x, weight and bias, those of weight and bias summed over rows if that is their shape."""
     body = select(g, x, weight) if weight is not None and weight.shape == x.shape[-1:] else reference

@@ -141,17 +141,16 @@ def gelu_tanh_vjp_loops(g, x, g_x):  # type: ignore[no-untyped-def]
 # Layer norm
 
 
-def layer_norm(
-    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def layer_norm(x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float) -> tuple[Any, Any, Any]:
     n = x.shape[-1]
     weight, bias = np.ones(n, F) if weight is None else weight, np.zeros(n, F) if bias is None else bias
-    if weight.shape != (n,) or bias.shape != (n,):
+    if not weight.shape == bias.shape == (n,):
         return reference.layer_norm(x, weight, bias, eps)
-    y, mean, rstd = np.empty_like(x), np.empty((*x.shape[:-1], 1), F), np.empty((*x.shape[:-1], 1), F)
-    if layer_norm_loops(merge_rows(x), weight, bias, F(eps), merge_rows(y), mean.reshape(-1), rstd.reshape(-1)):
-        return y, mean, rstd
-    return reference.layer_norm(x, weight, bias, eps)
+    rows = merge_rows(x)
+    y, mean, rstd = np.empty_like(rows), np.empty(len(rows), F), np.empty(len(rows), F)
+    if not layer_norm_loops(rows, weight, bias, F(eps), y, mean, rstd):
+        return reference.layer_norm(x, weight, bias, eps)
+    return y.reshape(x.shape), mean.reshape((*x.shape[:-1], 1)), rstd.reshape((*x.shape[:-1], 1))
 
 
 @compile_loops
@@ -180,11 +179,12 @@ def layer_norm_loops(x, weight, bias, eps, y, mean, rstd):  # type: ignore[no-un
 
 
 def layer_norm_vjp(
-    g: np.ndarray, mean: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray
+    g: np.ndarray, mean: Any, rstd: Any, x: np.ndarray, weight: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     g_x, g_weight, g_bias = np.empty_like(x), np.zeros_like(weight), np.zeros_like(weight)
     rows = [merge_rows(a) for a in (g, x, g_x)]
-    layer_norm_vjp_loops(*rows, mean.reshape(-1), rstd.reshape(-1), weight, g_weight, g_bias)
+    statistics = [np.asarray(a, F).reshape(-1) for a in (mean, rstd)]
+    layer_norm_vjp_loops(*rows, *statistics, weight, g_weight, g_bias)
     return g_x, g_weight, g_bias
 
 

@@ -24,10 +24,11 @@ class Rows:
     place, any other one copies its rows first.
     """
 
-    __slots__ = ("k", "shared", "used", "v")
+    __slots__ = ("k", "layout", "shared", "used", "v")
 
     def __init__(self, k: np.ndarray, v: np.ndarray, capacity: int) -> None:
         self.k, self.v = (np.empty((*x.shape[:-2], capacity, x.shape[-1]), x.dtype) for x in (k, v))
+        self.layout = layout_of(k), layout_of(v)
         self.used = 0
         self.shared = False
 
@@ -195,11 +196,17 @@ class CachedLayer:
             raise ValueError("a KVCache holds arrays, through which no gradient flows: use it under tg.no_grad()")
         cache, rows = self._cache, self._rows
         start = cache.length
-        if rows is not None and start:
+        if rows is not None and start and rows.layout != (layout_of(k), layout_of(v)):
             for name, new, old in (("k", k, rows.k), ("v", v, rows.v)):
-                if new.shape[:-2] != old.shape[:-2] or new.shape[-1] != old.shape[-1] or new.dtype != old.dtype:
+                if layout_of(new) != layout_of(old):
                     raise ValueError(
                         f"the cache holds {name} of shape {old[..., :start, :].shape}, {old.dtype} (batch, heads, "
                         f"tokens, width), got {new.shape}, {new.dtype}: use a new cache for another batch or model"
                     )
         return cache._write(self._layer, start, k, v).first(start + k.shape[-2])
+
+
+def layout_of(x: np.ndarray) -> tuple[Any, ...]:
+    """What keys or values of other tokens in the same cache share: all lengths but the number of tokens; the dtype."""
+    *front, _, width = x.shape
+    return front, width, x.dtype

@@ -23,7 +23,6 @@ from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.nn.scores import Score
 from tinygrad_mha.ops import join_heads, split_heads
-from tinygrad_mha.ops.scaled_dot_product import view_heads
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
@@ -198,7 +197,7 @@ class Heads(Module):
         if self._rotates:
             positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
             q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
-        keep_mask = self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
+        keep_mask = None if self.on_arrays else self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
         is_fused = self._is_fused(edit)
         if cache is not None and is_fused and modes.STATE.get().is_silent:
@@ -232,7 +231,7 @@ class Heads(Module):
             keep_mask = self.dropout.sample_mask((*qkv.shape[:-2], n, n_tokens, n_tokens), qkv.dtype)
             return ops.self_attention(qkv, allow, bias, keep_mask, n_head=n)
         if self.on_arrays:  # the same views in fewer steps, which no picture shows
-            (heads,) = view_heads(qkv, 1, n + 2 * m)
+            heads = split_heads(qkv, n + 2 * m)
             q, k, v = heads[..., :n, :, :], heads[..., n : n + m, :, :], heads[..., n + m :, :, :]
         else:
             d = qkv.shape[-1] // (n + 2 * m)
@@ -319,7 +318,9 @@ def select_layer_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | Non
 
 def check_rows(x: Any, width: int, positions: Any, on_arrays: bool) -> Tensor:
     """Return x as a Tensor (T_q, d_model) or (B, T_q, d_model), after checking its width and `positions`."""
-    x = x if on_arrays else as_tensor(x)
+    if on_arrays:  # of a GPT that has checked them
+        return x
+    x = as_tensor(x)
     if x.ndim not in (2, 3):
         raise ValueError(f"x must be (T_q, d_model) or (B, T_q, d_model), got shape {x.shape}")
     check_width(x, width, f"attention with d_model={width}")
