@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import doctest
 import importlib
-import io
 import pkgutil
 import re
 import runpy
@@ -21,11 +19,12 @@ from tinygrad_mha.cli import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinygrad_mha"
-PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
+sys.path.append(str(ROOT / "docs"))
+autodiff_rules, run_pages = (importlib.import_module(name) for name in ("autodiff_rules", "run_pages"))
+PAGES = run_pages.PAGES
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "tinygrad_mha."))
 
 
-CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
 
 
@@ -36,33 +35,24 @@ def name_page(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
 def test_every_code_block_runs_and_prints_what_the_page_shows(page, own_primitives, tmp_path, monkeypatch):
     """A text block behind a code block is its output, or the beginning of it if it ends with a line `...`; a comment
-    behind `print(...)` begins with what that prints."""
+    behind `print(...)` begins with what that prints. `python docs/run_pages.py PAGE` writes the outputs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples" / "translation")
-    text = page.read_text(encoding="utf-8")
-    lines = text.split("\n")
-    commented: list[tuple[str, str]] = []
+    lines = page.read_text(encoding="utf-8").split("\n")
 
-    def print_and_record(*values, **options):
+    def print_and_compare(*values, **options):
         print(*values, **options)
         line = lines[sys._getframe(1).f_lineno - 1]
         if match := re.match(r"print\(.*\)  +# (.*)", line):
-            commented.append((" ".join(map(str, values)), match[1]))
+            assert match[1].startswith(" ".join(map(str, values)))
 
-    names: dict[str, object] = {"print": print_and_record}
-    for block in CODE.finditer(text):
-        line = text[: block.start(1)].count("\n")
-        code = compile("\n" * line + block[1], str(page), "exec")  # the right line in a traceback
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(code, names)
-        if block[2] is not None:
-            printed, shown = (hide_rounding(part) for part in (output.getvalue(), block[2]))
+    for block, output in run_pages.run_blocks(page, {"print": print_and_compare}):
+        if block["shown"] is not None:
+            printed, shown = hide_rounding(output), hide_rounding(block["shown"])
             if shown.endswith("\n...\n"):
                 shown = shown.removesuffix("...\n")
                 printed = printed[: len(shown)]
-            assert printed == shown, f"what {page.name}, line {line}, prints"
-    for printed, comment in commented:
-        assert comment.startswith(printed), f"a comment in {page.name} begins with what the line prints"
+            assert printed == shown, f"run: python docs/run_pages.py {name_page(page)}"
 
 
 def hide_rounding(text):
@@ -111,7 +101,7 @@ def test_every_page_is_in_the_navigation_of_the_site():
 
 def test_every_picture_of_the_gallery_is_drawn_by_the_code_of_a_page_and_shown():
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    code = "".join(block[1] for text in texts for block in CODE.finditer(text))
+    code = "".join(block["code"] for text in texts for block in run_pages.BLOCK.finditer(text))
     for picture in (ROOT / "docs" / "gallery").iterdir():
         assert f'"{picture.name}"' in code, f"no page draws {picture.name}"
         assert any(f"gallery/{picture.name})" in text for text in texts), f"no page shows {picture.name}"
@@ -145,10 +135,8 @@ def test_every_example_in_a_docstring_is_true(name, own_primitives):
     assert doctest.testmod(module, extraglobs={"tg": tg, "np": __import__("numpy")}, optionflags=flags).failed == 0
 
 
-def test_the_page_on_autodiff_lists_the_rules_of_the_registry(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    rules = importlib.import_module("autodiff_rules")
-    assert rules.read_table() == rules.make_table(), "run: python docs/autodiff_rules.py"
+def test_the_page_on_autodiff_lists_the_rules_of_the_registry():
+    assert autodiff_rules.read_table() == autodiff_rules.make_table(), "run: python docs/autodiff_rules.py"
 
 
 def list_files_of_the_design():
