@@ -402,6 +402,9 @@ def test_causal_is_a_triangle_that_ends_at_the_last_key():
     np.testing.assert_array_equal(nn.causal(2, 5), [[True] * 4 + [False], [True] * 5])
     assert nn.causal(1, 5).all()
     assert nn.causal(3).dtype == bool
+    for lengths in [(3.5,), (True,), (-1,), (2, 5.0)]:
+        with pytest.raises(ValueError, match="must be an integer of at least 0"):
+            nn.causal(*lengths)
     with pytest.raises(ValueError, match="at least as many keys as queries, got 5 queries and 2 keys"):
         nn.causal(5, 2)
 

@@ -89,7 +89,9 @@ def test_empty_text_encodes_to_no_ids_and_back():
     assert tokenizer.decode([]) == tokenizer.decode(np.zeros(0, np.int64)) == ""
 
 
-@pytest.mark.parametrize(("characters", "words"), [("", "got none"), ("abcab", "got ['a', 'b'] too often")])
+@pytest.mark.parametrize(
+    ("characters", "words"), [("", "got no characters"), ("abcab", "got ['a', 'b'] more than once")]
+)
 def test_an_empty_vocabulary_or_one_with_duplicates_is_refused(characters, words):
     with pytest.raises(ValueError, match=f"each character once and at least one, {re.escape(words)}"):
         CharTokenizer(characters)
@@ -232,8 +234,41 @@ def test_a_merge_of_the_sign_of_a_comment_is_a_merge(tmp_path):
 
 def test_a_vocabulary_that_lacks_a_byte_is_refused():
     pytest.importorskip("tokenizers")
-    with pytest.raises(ValueError, match=r"each of the 256 bytes; missing: \[32\]"):
+    with pytest.raises(ValueError, match=r"each of the 256 bytes; missing: 32$"):
         BPETokenizer({symbol: i for i, symbol in enumerate(BYTE_SYMBOLS) if symbol != "Ġ"}, [])
+
+
+@pytest.mark.parametrize(
+    ("entries", "special", "message"),
+    [
+        ({"xx": 7}, None, "have the same id, 7"),
+        ({"": 300}, None, "empty token, with id 300"),
+        ({"xx": 0.5}, None, "the id of the token 'xx' must be an integer"),
+        ({"xx": -1}, None, "the id of the token 'xx' must be an integer"),
+        ({"\ud800": 300}, None, "half of a character"),
+        ({}, ["<x>"], "special token '<x>' is not in the vocabulary"),
+    ],
+)
+def test_a_vocabulary_that_is_ambiguous_is_refused(entries, special, message):
+    pytest.importorskip("tokenizers")
+    vocab = {symbol: i for i, symbol in enumerate(BYTE_SYMBOLS)} | entries
+    with pytest.raises(ValueError, match=message):
+        BPETokenizer(vocab, [], special)
+
+
+def test_half_of_a_character_is_no_text_for_bytes():
+    with pytest.raises(
+        ValueError, match=r"position 2 of the text is half of a character \(U\+D83D, a lone surrogate\)"
+    ):
+        small_bpe().encode("he\ud83d")
+
+
+def test_merges_with_the_line_ends_of_windows_are_read(tmp_path):
+    small_bpe().save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    merges = tmp_path / "merges.txt"
+    merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_tokenizer(tmp_path).encode("hello w").tolist() == small_bpe().encode("hello w").tolist()
 
 
 @pytest.mark.parametrize(

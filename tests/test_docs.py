@@ -139,6 +139,12 @@ def test_the_page_on_autodiff_lists_the_rules_of_the_registry():
     assert autodiff_rules.read_table() == autodiff_rules.make_table(), "run: python docs/autodiff_rules.py"
 
 
+def test_the_page_on_other_libraries_lists_the_names_that_errors_know(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    names = importlib.import_module("name_tables")
+    assert names.read_tables() == names.make_tables(), "run: python docs/name_tables.py"
+
+
 def list_files_of_the_design():
     """The files that docs/design.md lists, in its order."""
     table = (ROOT / "docs" / "design.md").read_text().split("| file |")[1].split("\n\n")[0]
@@ -162,7 +168,18 @@ def test_each_file_imports_only_files_before_it_in_the_design():
 
 
 # A part of the package imports only parts before it in this list.
-PARTS = ["arguments", "notation", "primitives", "kernels", "ops", "numpy_protocol", "modes", "engine", "tensors"]
+PARTS = [
+    "arguments",
+    "torch_names",
+    "notation",
+    "primitives",
+    "kernels",
+    "ops",
+    "numpy_protocol",
+    "modes",
+    "engine",
+    "tensors",
+]
 PARTS += [
     "transforms",
     "files",

@@ -1,15 +1,17 @@
 """Errors for bad input: raised early, with what was expected, what was given, and what to do."""
 
 import copy
+import functools
 import operator
 import pickle
+import re
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 import tinygrad_mha as tg
-from tinygrad_mha import ops
+from tinygrad_mha import nn, ops, torch_names
 
 
 def leaf(data, name=None):
@@ -592,7 +594,7 @@ def test_an_unsupported_ufunc_is_refused_and_the_supported_ones_are_listed(name)
 
 @pytest.mark.parametrize(
     "call",
-    [np.sort, np.median, np.trace, np.unique, np.linalg.inv, np.cumprod, np.diagonal],
+    [np.median, np.unique, np.linalg.inv, np.cumprod, np.linalg.det, np.ptp],
 )
 def test_an_unsupported_function_is_refused_and_the_supported_ones_are_listed(call):
     with refused(TypeError, "concatenate", "einsum", "where", ".numpy()", "tg.ops.primitive"):
@@ -861,3 +863,50 @@ def test_a_mode_decorates_a_coroutine():
 def test_unsuitable_directions_and_functions_are_refused(call, error, words):
     with refused(error, *words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        (tg, "tensor", "use tg.Tensor(data)"),
+        (tg, "cat", "use tg.ops.concat"),
+        (tg, "manual_seed", "pass seed= or rng="),
+        (ops, "cat", "use ops.concat"),
+        (ops, "scaled_dot_product_attention", "use ops.attention"),
+        (nn, "Parameter", "use tg.Tensor(array, requires_grad=True)"),
+        (nn, "MultiheadAttention", "use nn.MultiHeadAttention"),
+        (nn, "ModuleList", "use a list"),
+    ],
+)
+def test_a_name_of_torch_is_answered_with_ours(module, name, hint):
+    with pytest.raises(AttributeError) as error:
+        getattr(module, name)
+    assert hint in str(error.value)
+
+
+def test_every_name_that_a_hint_recommends_exists():
+    homes = {"tg": tg, "ops": ops, "nn": nn, "np": np}
+    tables = {
+        tg.Tensor: torch_names.METHODS,
+        tg: torch_names.TOP_LEVEL,
+        ops: torch_names.OPERATIONS,
+        nn: torch_names.MODULES,
+    }
+    for home, hints in tables.items():
+        for name, hint in hints.items():
+            assert not hasattr(home, name), f"{name} exists: its hint is never shown"
+            for owner, path in re.findall(r"\b(tg|ops|nn|np)\.((?:\w+\.)*\w+)", hint):
+                functools.reduce(getattr, path.split("."), homes[owner])
+
+
+def test_the_size_that_is_called_says_what_the_lengths_are():
+    x = tg.Tensor(np.ones((2, 3)))
+    assert x.size == 6
+    with pytest.raises(TypeError, match=r"the lengths of the axes are x\.shape"):
+        x.size(0)
+
+
+@pytest.mark.parametrize("name", ["add_", "mul_", "relu_", "sub_"])
+def test_a_method_in_place_is_answered_with_assign(name):
+    with pytest.raises(AttributeError, match=r"no operation changes a tensor in place; assign_\(array\)"):
+        getattr(tg.Tensor([1.0]), name)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import threading
+import types
 import weakref
 
 import numpy as np
@@ -318,6 +319,24 @@ def test_one_error_names_everything_that_does_not_fit_and_nothing_is_changed():
     assert "layers.0.bias has dtype complex64" in message
     for name, array in nest.state_dict().items():
         np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_a_prefix_of_all_names_of_a_state_is_named(prefix):
+    linear = nn.Linear(2, 3, rng=0)
+    with pytest.raises(ValueError, match=f"all names begin with '{prefix}'"):
+        linear.load_state_dict({prefix + name: array for name, array in linear.state_dict().items()})
+
+
+def test_an_array_in_place_of_a_parameter_of_a_list_is_refused():
+    class Layers(nn.Module):
+        def __init__(self):
+            self.weights = [Tensor(np.ones(3), requires_grad=True) for _ in range(2)]
+
+    layers = Layers()
+    layers.weights[1] = np.zeros(3)
+    with pytest.raises(TypeError, match=r"weights\.1 is an array in a list of parameters: .* assign_\(array\)"):
+        layers.state_dict()
 
 
 def test_not_strict_returns_the_names_that_were_missing_and_unexpected_but_still_refuses_wrong_shapes():
@@ -698,7 +717,15 @@ def test_an_array_in_the_place_of_a_parameter_is_refused_with_the_call_that_writ
     mha.bq = None
 
 
-@pytest.mark.parametrize("container", [set, frozenset, collections.deque, lambda xs: np.array([*xs, None], object)])
+CONTAINERS = [set, frozenset, collections.deque, collections.UserList, lambda xs: collections.UserDict(enumerate(xs))]
+CONTAINERS += [lambda xs: dict(enumerate(xs)).values(), lambda xs: types.MappingProxyType(dict(enumerate(xs)))]
+CONTAINERS += [
+    lambda xs: types.SimpleNamespace(first=next(iter(xs))),
+    lambda xs: collections.ChainMap(dict(enumerate(xs))),
+]
+
+
+@pytest.mark.parametrize("container", [*CONTAINERS, lambda xs: np.array([*xs, None], object)])
 def test_a_tensor_or_module_in_a_container_that_is_not_searched_is_refused(container):
     class Holder(nn.Module):
         pass

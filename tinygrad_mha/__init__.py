@@ -7,6 +7,7 @@ from tinygrad_mha import data, kernels, nn, ops, optim
 from tinygrad_mha.decoding import generate, stream
 from tinygrad_mha.modes import enable_grad, is_grad_enabled, no_grad, record
 from tinygrad_mha.tensors import Tensor
+from tinygrad_mha.torch_names import TOP_LEVEL, find_hint
 from tinygrad_mha.transforms import grad, hessian, hvp, jacobian, jvp, vjp
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             module = import_module(f"{__name__}.{package}")
             return module if name == package else getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{find_hint(name, TOP_LEVEL)}")
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.arguments import as_ids
+from tinygrad_mha.arguments import as_ids, check_count
 from tinygrad_mha.files import read_json, replacing, write_json
 
 __all__ = ["BPETokenizer", "Batches", "CharTokenizer", "StreamDecoder", "Tokenizer"]
@@ -86,7 +86,8 @@ class CharTokenizer(Tokenizer):
         self._ids = {c: i for i, c in enumerate(characters)}
         if not characters or len(self._ids) < len(characters):
             twice = sorted({c for c in characters if characters.count(c) > 1})
-            raise ValueError(f"a vocabulary has each character once and at least one, got {twice or 'none'} too often")
+            wrong = f"{twice} more than once" if twice else "no characters"
+            raise ValueError(f"a vocabulary has each character once and at least one, got {wrong}")
         self.characters = characters
         self.vocab_size = len(characters)
 
@@ -134,29 +135,55 @@ class CharTokenizer(Tokenizer):
         return f"CharTokenizer({self.characters!r})"
 
 
+def check_vocabulary(vocab: dict[str, int]) -> None:
+    """Check that each token is text and has an id of its own, at least 0.
+
+    Raises:
+        ValueError: one is not.
+    """
+    tokens: dict[int, str] = {}
+    for token, i in vocab.items():
+        _check_text(token)
+        _check_unicode(token)
+        if not token:
+            raise ValueError(f"the vocabulary has an empty token, with id {i}")
+        if check_count(i, f"the id of the token {token!r}", 0) in tokens:
+            raise ValueError(f"the tokens {tokens[i]!r} and {token!r} have the same id, {i}")
+        tokens[i] = token
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
 class BPETokenizer(Tokenizer):
     """GPT-2's byte-level byte pair encoding, computed by the library `tokenizers` (the extra `bpe`).
 
     Args:
         vocab: {token: id}, tokens written in GPT-2's alphabet, one printable character per byte.
         merges: pairs of tokens in the order in which they are joined.
-        special: tokens that ordinary text is never encoded to, such as "<|endoftext|>".
+        special: tokens of the vocabulary that ordinary text is never encoded to. None: "<|endoftext|>", if it is one.
 
     Raises:
         ImportError: `tokenizers` is not installed.
-        ValueError: a byte has no token, so some text could not be encoded.
+        ValueError: a byte has no token, so some text could not be encoded; an id that two tokens have, or that is no
+            integer; an empty token; a special token that is not in `vocab`.
     """
 
     FILE = "tokenizer.json"
 
     def __init__(
-        self, vocab: dict[str, int], merges: Iterable[tuple[str, str]], special: Iterable[str] = ("<|endoftext|>",)
+        self, vocab: dict[str, int], merges: Iterable[tuple[str, str]], special: Iterable[str] | None = None
     ) -> None:
         library = _tokenizers()
         missing = [byte for byte, symbol in enumerate(BYTE_SYMBOLS) if symbol not in vocab]
         if missing:
-            raise ValueError(f"a byte-level vocabulary has a token for each of the 256 bytes; missing: {missing}")
-        self.special = [token for token in special if token in vocab]
+            examples = ", ".join(map(str, missing[:5])) + (" and more" if len(missing) > 5 else "")
+            raise ValueError(f"a byte-level vocabulary has a token for each of the 256 bytes; missing: {examples}")
+        check_vocabulary(vocab)
+        self.special = [token for token in [END_OF_TEXT] if token in vocab] if special is None else list(special)
+        for token in self.special:
+            if token not in vocab:
+                raise ValueError(f"the special token {token!r} is not in the vocabulary")
         self.vocab_size = max(vocab.values()) + 1
         self._bytes = {
             i: token.encode() if token in self.special else symbol_bytes(token) for token, i in vocab.items()
@@ -174,6 +201,7 @@ class BPETokenizer(Tokenizer):
                 as ordinary text, so that user input cannot end a document.
         """
         _check_text(text)
+        _check_unicode(text)
         self._library.encode_special_tokens = not allow_special
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
 
@@ -205,7 +233,8 @@ class BPETokenizer(Tokenizer):
         vocab = read_json(Path(folder, "vocab.json"))
         lines = read_text(Path(folder, "merges.txt")).split("\n")
         # The first line may state a version. Later lines that begin with "#" are merges.
-        rules = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
+        lines = [line.rstrip("\r") for line in lines[lines[0].startswith("#version") :]]
+        rules = [line.split(" ") for line in lines if line]
         return cls(_check_vocab(vocab, Path(folder, "vocab.json")), _check_merges(rules, Path(folder, "merges.txt")))
 
     @classmethod
@@ -314,6 +343,17 @@ def _check_merges(rules: list[Any], path: Path) -> list[tuple[str, str]]:
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
         raise TypeError(f"expected text (str), got {type(text).__name__}")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise ValueError(
+            f"position {error.start} of the text is half of a character (U+{code:04X}, a lone surrogate), which UTF-8 "
+            f"cannot express: repair the text, as text.encode(errors='replace').decode() does"
+        ) from error
 
 
 # --------------------------------------------------------------------------------------------------------------------

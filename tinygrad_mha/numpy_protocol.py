@@ -7,6 +7,7 @@ not cover this: typed code uses operators, methods of Tensor, and `ops`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from tinygrad_mha import ops
 
-__all__ = ["COMPARISONS", "FUNCTIONS", "UFUNCS", "apply_function", "apply_ufunc"]
+__all__ = ["COMPARISONS", "FUNCTIONS", "PLAIN", "UFUNCS", "apply_function", "apply_ufunc"]
 
 
 def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,11 +131,25 @@ def outer(a: Any, b: Any) -> Any:
     return operator("mul")(ops.reshape(a, shape=(-1, 1)), ops.reshape(b, shape=(1, -1)))
 
 
-def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
-    if axis is None:
-        x, axis = ravel(x), 0
-    index = np.repeat(np.arange(x.shape[axis]), repeats)
-    return x[(slice(None),) * (axis % x.ndim) + (index,)]
+def rearrange(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose result consists of elements of its input. Applied to their indices it says which."""
+    return lambda x, *args, **kwargs: ravel(x)[function(np.arange(x.size).reshape(x.shape), *args, **kwargs)]
+
+
+def sort(x: Any, axis: int | None = -1) -> Any:
+    x, axis = (ravel(x), 0) if axis is None else (x, axis)
+    return rearrange(np.take_along_axis)(x, np.argsort(x.numpy(), axis, stable=True), axis)
+
+
+def diff(x: Any, n: int = 1, axis: int = -1) -> Any:
+    for _ in range(n):
+        places = np.arange(x.shape[axis])
+        x = rearrange(np.take)(x, places[1:], axis) - rearrange(np.take)(x, places[:-1], axis)
+    return x
+
+
+def trace(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Any:
+    return rearrange(np.diagonal)(x, offset, axis1, axis2).sum(axis=-1)
 
 
 def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Any:
@@ -165,6 +180,10 @@ def einsum(*args: Any, optimize: Any = False) -> Any:
 COMPARISONS: tuple[Any, ...] = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
 COMPARISONS += (np.isfinite, np.isnan, np.isinf, np.sign)
 
+# Those of FUNCTIONS whose results are plain values.
+PLAIN: tuple[Any, ...] = (np.argmax, np.argmin, np.argsort, np.allclose, np.isclose, np.array_equal, np.shape, np.ndim)
+PLAIN += (np.size, np.zeros_like, np.ones_like, np.full_like)
+
 UFUNCS: dict[Any, Callable[..., Any]] = {
     np.add: operator("add"),
     np.subtract: operator("sub"),
@@ -185,6 +204,9 @@ UFUNCS: dict[Any, Callable[..., Any]] = {
     np.sin: ops.sin,
     np.cos: ops.cos,
     np.log1p: ops.log1p,
+    np.log2: lambda x: ops.log(x) * (1 / math.log(2)),
+    np.log10: lambda x: ops.log(x) * (1 / math.log(10)),
+    np.exp2: lambda x: ops.exp(x * math.log(2)),
     np.expm1: ops.expm1,
     np.reciprocal: lambda x: 1.0 / x,
     np.maximum: in_one_dtype(ops.maximum),
@@ -223,13 +245,28 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.stack: join(ops.stack),
     np.hstack: hstack,
     np.vstack: lambda xs: ops.concat(*at_least(2, xs), axis=0),
+    np.column_stack: lambda xs: ops.concat(*(x[:, None] if np.ndim(x) == 1 else x for x in xs), axis=1),
+    np.atleast_1d: lambda x: at_least(1, [x])[0],
+    np.atleast_2d: lambda x: at_least(2, [x])[0],
     np.split: ops.split,
     np.expand_dims: expand_dims,
     np.squeeze: squeeze,
     np.moveaxis: ops.moveaxis,
     np.ravel: ravel,
     np.flip: ops.flip,
-    np.repeat: repeat,
+    np.repeat: rearrange(np.repeat),
+    np.tile: rearrange(np.tile),
+    np.roll: rearrange(np.roll),
+    np.rot90: rearrange(np.rot90),
+    np.fliplr: rearrange(np.fliplr),
+    np.flipud: rearrange(np.flipud),
+    np.take: rearrange(np.take),
+    np.take_along_axis: rearrange(np.take_along_axis),
+    np.delete: rearrange(np.delete),
+    np.diagonal: rearrange(np.diagonal),
+    np.sort: sort,
+    np.diff: diff,
+    np.trace: trace,
     np.pad: pad,
     np.tril: triangle(np.tril),
     np.triu: triangle(np.triu),

@@ -14,7 +14,8 @@ from tinygrad_mha.arguments import unknown_keyword
 from tinygrad_mha.engine import Node, WriteTime
 from tinygrad_mha.modes import STATE
 from tinygrad_mha.ops.elementary import Axis
-from tinygrad_mha.primitives import Primitive, as_dtype, as_operand, from_data
+from tinygrad_mha.primitives import REGISTRY, Primitive, as_dtype, as_operand, from_data
+from tinygrad_mha.torch_names import METHODS, find_hint
 
 __all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "wrap"]
 
@@ -124,7 +125,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self._data.size
+        return Size(self._data.size)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -252,8 +253,7 @@ class Tensor:
             return np.array(self.numpy(), dtype=dtype, copy=copy)
 
         def __getattr__(self, name: str) -> Any:  # called for unknown names only
-            hint = f": {TORCH_METHODS[name]}" if name in TORCH_METHODS else ""
-            raise AttributeError(f"a Tensor has no attribute {name!r}{hint}")
+            raise AttributeError(f"a Tensor has no attribute {name!r}{find_hint(name, METHODS, REGISTRY)}")
 
     @property
     def _mask(self) -> Any:
@@ -548,53 +548,14 @@ class Tensor:
         return apply(op, inputs, kwargs)
 
 
-# What PyTorch calls otherwise, for messages.
-TORCH_METHODS = {
-    "view": "use reshape(shape)",
-    "permute": "use transpose(axes)",
-    "t": "use .T",
-    "unsqueeze": "use x[:, None] or np.expand_dims(x, axis)",
-    "squeeze": "use np.squeeze(x, axis), or x[:, 0]",
-    "flatten": "use reshape(-1)",
-    "expand": "use broadcast_to(shape)",
-    "repeat": "use np.repeat(x, n, axis), or ops.concat([x] * n, axis=0)",
-    "masked_fill": "use ops.where(mask, value, x)",
-    "masked_fill_": "use ops.where(mask, value, x)",
-    "gather": "use x[index arrays]",
-    "index_select": "use x[ids], or ops.take(x, ids)",
-    "retain_grad": "the gradients of intermediates are kept without it, as .grad",
-    "requires_grad_": "set x.requires_grad = True",
-    "numel": "use .size",
-    "dim": "use .ndim",
-    "clone": "use copy.copy(x) for a leaf; no operation changes a tensor in place",
-    "contiguous": "nothing is needed in its place",
-    "cpu": "arrays are always in main memory; nothing is needed in its place",
-    "cuda": "arrays are always in main memory",
-    "to": "use astype(dtype)",
-    "type": "use astype(dtype)",
-    "float": "use astype(np.float32)",
-    "double": "use astype(np.float64)",
-    "half": "use astype(np.float16)",
-    "long": "use astype(np.int64)",
-    "tolist": "use .numpy().tolist()",
-    "pow": "use x**n",
-    "matmul": "use a @ b",
-    "mm": "use a @ b",
-    "bmm": "use a @ b",
-    "clamp": "use clip(min, max)",
-    "amax": "use max(axis)",
-    "amin": "use min(axis)",
-    "square": "use x * x",
-    "copy_": "use assign_(array)",
-    "fill_": "use assign_(array)",
-    "zero_": "use assign_(array), or zero_grad() for the gradient",
-    "detach_": "use detach()",
-    "is_leaf": "use x.node is None",
-    "grad_fn": "use x.node",
-    "logsumexp": "use ops.logsumexp(x, axis)",
-    "chunk": "use ops.split(x, parts, axis)",
-    "split": "use ops.split(x, parts, axis)",
-}
+class Size(int):
+    """The number of elements, an integer. In PyTorch `size` is a method; the error of such a call says what to use."""
+
+    def __call__(self, *axes: Any) -> None:
+        raise TypeError(
+            "size is the number of elements, as in NumPy: the lengths of the axes are x.shape, one is x.shape[0]"
+        )
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # How a primitive is applied

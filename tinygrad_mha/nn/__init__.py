@@ -11,6 +11,7 @@ from tinygrad_mha.nn.positions import Alibi, Learned, Position, Relative, Rotary
 from tinygrad_mha.nn.scores import Score, Sinks, SoftCap
 from tinygrad_mha.nn.transformer import Transformer, TransformerTrace
 from tinygrad_mha.nn.translators import Translator
+from tinygrad_mha.torch_names import MODULES, raise_unknown
 
 __all__ = ["GPT", "AttentionTrace", "Block", "CausalSelfAttention", "Dropout", "Embedding", "FeedForward"]
 __all__ += ["GPTConfig", "GPTTrace", "KVCache", "LayerNorm", "Linear", "Module", "MultiHeadAttention", "RMSNorm"]
@@ -29,6 +30,8 @@ __all__ += [
     "sinusoidal",
 ]
 __all__ += ["Transformer", "TransformerTrace", "Translator"]
+
+__getattr__ = raise_unknown(__name__, MODULES)
 
 
 def __dir__() -> list[str]:

@@ -33,14 +33,15 @@ def causal(n_q: int, n_k: int | None = None, window: int | None = None) -> np.nd
         window: hide all but the last `window` of these keys from each query (a sliding window, arXiv:2004.05150).
 
     Raises:
-        ValueError: fewer keys than queries, or a window of less than 1.
+        ValueError: lengths that are no integers, fewer keys than queries, or a window of less than 1.
 
     Example:
         >>> causal(2, 4).astype(int)
         array([[1, 1, 1, 0],
                [1, 1, 1, 1]])
     """
-    n_k = n_q if n_k is None else n_k
+    n_q = check_count(n_q, "n_q", 0)
+    n_k = n_q if n_k is None else check_count(n_k, "n_k", 0)
     if n_k < n_q:
         raise ValueError(f"a causal mask needs at least as many keys as queries, got {n_q} queries and {n_k} keys")
     distances = np.arange(n_k - n_q, n_k)[:, None] - np.arange(n_k)

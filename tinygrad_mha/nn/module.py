@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
 
 import numpy as np
@@ -178,6 +178,11 @@ class Module:
         if strict:
             wrong = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected] + wrong
         if wrong:
+            prefix = find_prefix(state, names)
+            if prefix:
+                wrong = [
+                    f"all names begin with {prefix!r}: load {{name.removeprefix({prefix!r}): a for name, a in ...}}"
+                ]
             raise ValueError(f"this state does not fit {type(self).__name__}: " + "; ".join(wrong))
         for name, array in chosen.items():
             tensors[name].assign_(array)
@@ -345,20 +350,42 @@ def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tupl
             if not enter_modules:
                 continue
             held: Any = vars(value).items()
+        elif isinstance(value, dict):
+            held = value.items()
         else:
-            held = value.items() if isinstance(value, dict) else enumerate(value)
+            held = enumerate(value)
+            check_is_uniform(path, value)
         stack.extend(reversed([(f"{path}.{key}" if path else str(key), inner) for key, inner in held]))
 
 
 def check_holds_nothing(path: str, value: Any) -> None:
-    """Raise TypeError if a set, deque or object array holds tensors or modules, which would not be found there."""
-    is_object_array = isinstance(value, np.ndarray) and value.dtype == object
-    if is_object_array or isinstance(value, (set, frozenset, deque)):
-        kinds = [
-            type(x).__name__ for x in (value.flat if is_object_array else value) if isinstance(x, (Tensor, Module))
-        ]
-        if kinds:
-            raise TypeError(f"{path} is a {type(value).__name__} with a {kinds[0]}: use a list, tuple or dict for it")
+    """Raise TypeError if another container than a list, tuple or dict holds tensors or modules: none is found there."""
+    if value is None or isinstance(value, (str, bytes, int, float, range)):
+        return
+    if isinstance(value, np.ndarray):
+        held: Any = value.flat if value.dtype == object else ()
+    elif isinstance(value, Mapping):
+        held = value.values()
+    elif isinstance(value, SimpleNamespace):
+        held = vars(value).values()
+    elif isinstance(value, Collection):
+        held = value
+    else:
+        return
+    kind = next((type(x).__name__ for x in held if isinstance(x, (Tensor, Module))), None)
+    if kind:
+        raise TypeError(f"{path} is a {type(value).__name__} with a {kind}: use a list, tuple or dict for it")
+
+
+def check_is_uniform(path: str, values: Sequence[Any]) -> None:
+    """Raise TypeError for an array in a list of parameters: it has replaced one, and would not be trained or saved."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in values):
+        for i, x in enumerate(values):
+            if isinstance(x, np.ndarray):
+                raise TypeError(
+                    f"{path}.{i} is an array in a {type(values).__name__} of parameters: write numbers into a "
+                    f"parameter with assign_(array), or make a new one, Tensor(array, requires_grad=True)"
+                )
 
 
 def first_names(pairs: Any) -> dict[str, Any]:
@@ -373,6 +400,13 @@ def first_names(pairs: Any) -> dict[str, Any]:
             raise ValueError(f"two different things are called {name!r}: rename the key of a dict or an attribute")
         found[name] = thing
     return found
+
+
+def find_prefix(state: Iterable[str], names: Iterable[str]) -> str:
+    """What all names of a state begin with and those of the module do not, such as "module."; "" if nothing."""
+    shortest, expected = min(state, key=len, default=""), min(names, key=len, default="")
+    prefix = shortest.removesuffix(expected)
+    return prefix if {prefix + name for name in names} == set(state) else ""
 
 
 def find_misfit(name: str, array: np.ndarray, tensor: Tensor) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +27,21 @@ class Source(NamedTuple):
 
 
 def open_text(text: str | Path | None) -> Source:
-    """Open the text that a caller gave: the text itself, a file, or None for the built-in corpus."""
+    """Open the text that a caller gave: the text itself, a file, or None for the built-in corpus.
+
+    Raises:
+        ValueError: the text is empty, or the name of a file.
+    """
     if text is None:
         return Source(builtin_corpus(), BUILTIN)
     if isinstance(text, Path):
         return Source(read_text(text), str(text.resolve()))
+    if re.fullmatch(r"[^\s]+\.[a-z]{2,4}", text):
+        raise ValueError(
+            f"the text is {text!r}, which is the name of a file: to train on its content, pass Path({text!r})"
+        )
+    if not text:
+        raise ValueError("the text is empty")
     return Source(text, GIVEN)
 
 
