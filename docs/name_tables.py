@@ -1,4 +1,4 @@
-"""Write two tables into coming_from.md: the NumPy functions that accept a Tensor, and what errors say of PyTorch's names.
+"""Write two tables into coming_from.md: NumPy functions that accept a Tensor, and what errors say of PyTorch names.
 
 python docs/name_tables.py
 """
