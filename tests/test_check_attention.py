@@ -170,9 +170,11 @@ def test_what_a_candidate_prints_does_not_disturb_the_json(tmp_path, capfd):
 
 
 def test_what_a_candidate_of_tensors_prints_is_left_out_of_the_gradient_check_too(tmp_path, capfd):
-    code = "def candidate(q, k, v):\n    print('hello')\n    return nn.attention(q, k, v)"
-    assert main(["check", write(tmp_path, code), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["ok"]
+    code = "def candidate(q, k, v):\n    import sys; print('hello'); print('hello', file=sys.stderr)"
+    assert main(["check", write(tmp_path, f"{code}\n    return nn.attention(q, k, v)"), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["ok"]
+    assert not err
 
 
 def test_the_command_is_a_process_with_the_same_exit_codes(tmp_path):
@@ -191,6 +193,14 @@ def test_shapes_and_causality_can_be_given(tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------------------ in Python
+
+
+def test_of_a_tuple_the_first_part_is_checked():
+    def candidate(q, k, v):
+        weights = softmax(q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5)
+        return weights @ v, weights
+
+    tg.check.attention(candidate).raise_if_failed()
 
 
 def test_a_candidate_keeps_its_weights_its_mode_and_its_inputs():

@@ -598,3 +598,8 @@ def test_the_ledger_is_text_data_and_a_table():
     assert len(data["steps"]) == 3
     assert "<table>" in verdict._repr_html_()
     assert "multiply-adds" in verdict._repr_html_()
+
+
+def test_numbers_that_are_not_finite_prove_nothing():
+    with pytest.raises(ValueError, match="nan or infinite"):
+        kv_cache(nn.MultiHeadAttention(6, 2, rng=0), np.full((3, 6), np.nan))

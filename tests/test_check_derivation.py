@@ -85,6 +85,11 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
         ("dM", lambda dP, P: P * (dP - (P * dP).sum(axis=0, keepdims=True)), WRONG_SUM.format(-1, 0)),
         ("dM", lambda dP, P: P * (dP - np.sum(P * dP, 0, keepdims=True)), WRONG_SUM.format(-1, 0)),
         ("db", lambda dY: np.einsum("ij->j", dY) / T, "a factor of 3 is missing"),
+        (
+            "dH",
+            lambda dY, W_O: (dY @ W_O.T).astype(np.float32),
+            "numbers are rounded to float32: compute in float64",
+        ),
         ("dQ", lambda dS, K: -dS @ K, "a factor of -1/sqrt(7) is missing"),
     ],
 )

@@ -523,3 +523,15 @@ def test_the_verdict_is_text_data_and_a_table():
 def test_only_modules_are_observed():
     with pytest.raises(TypeError, match="doctor observes a Module, got list"):
         doctor([])
+
+
+def test_a_block_without_a_step_proves_nothing():
+    with doctor(nn.Linear(3, 2, rng=0)) as d:
+        pass
+    assert not d.ok
+    assert "no operation was observed" in str(d)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"an optimizer of tg\.optim, got list"):
+        doctor(nn.Linear(3, 2, rng=0), [1.0])

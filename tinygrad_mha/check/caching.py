@@ -138,6 +138,8 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
     check_count(most, "most", least=2)
     with no_grad():
         subject = Subject(model, ids, np.float64)
+        if not np.isfinite(subject.whole(subject.prompt, False)[None, "y"]).all():
+            raise ValueError("without a cache the result is nan or infinite, so nothing can be compared")
         findings = [subject.examine(claim, ways) for claim, ways in subject.list_scenarios(most).items()]
         verdict = CacheVerdict(type(model).__name__, findings)
         if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
@@ -342,7 +344,6 @@ class Subject:
         """Compare every call of every scenario with the computation without a cache."""
         if claim == "padding" and not all("key_allow" in find_options(type(w.attention).forward) for w in self.watched):
             return Finding(claim, "does not apply", "an attention takes no key_allow for rows of a padded batch")
-        self.whole(self.prompt, False)  # raises errors that have nothing to do with a cache
         try:
             largest, failures = self.follow(scenarios, watch=False)
             # Watched calls tell the place. One scenario is watched anyway: steps may be computed differently if shown.

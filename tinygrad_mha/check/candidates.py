@@ -250,6 +250,7 @@ class Candidate:
                 limiting(SECONDS),
                 catching_exit(),
                 contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(io.StringIO()),
                 warnings.catch_warnings(),
                 np.errstate(all="ignore"),
             ):
@@ -259,10 +260,10 @@ class Candidate:
             raise CandidateError(f"it called sys.exit({'' if error.code is None else error.code})") from error
         except TimeLimitError as error:
             raise CandidateError(f"it did not return within {SECONDS:g} seconds: an endless loop?") from error
-        except CandidateError:
+        except (CandidateError, KeyboardInterrupt):
             raise
-        except Exception as error:
-            text = " ".join(str(error).split())
+        except BaseException as error:
+            text = " ".join(str(error).split())[:300]
             raise CandidateError(f"it raised {type(error).__name__}: {text}") from error
         finally:
             self.printed += out.getvalue()

@@ -8,6 +8,7 @@ Axes: T tokens, T_q queries, T_k keys, C width, d_k, d_v widths of a key and a v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from tinygrad_mha.check.candidates import Candidate, CandidateError, Inputs
 from tinygrad_mha.check.gradient_check import gradcheck
 from tinygrad_mha.check.matching import CLOSE, Match, Reference, is_equal, past, restoring
 from tinygrad_mha.nn import KVCache
-from tinygrad_mha.tensors import plain
+from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["CLAIMS", "BrokenError", "Check", "Facts", "NotApplicableError"]
 __all__ += ["check_causality", "check_determinism", "measure_influence"]
@@ -206,8 +207,10 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 def check_our_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> tuple[list[str], list[str]]:
     """The names of all inputs and parameters, and of those without influence."""
-    with c.guard():
-        report = gradcheck(c.module or c.target, *inputs, raises=False, seed=facts.seed)
+    f = functools.partial(c.call_raw)
+    vars(f)["named_parameters"] = dict if c.module is None else c.module.named_parameters
+    named = [Tensor(x, name=name) for x, name in zip(inputs, ["x"] if c.takes_rows else "qkv", strict=True)]
+    report = gradcheck(f, *named, raises=False, seed=facts.seed)
     apply_if(not report.problem, report.problem)
     for entry in report.entries:
         cause = entry.note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
@@ -263,7 +266,8 @@ def check_batch(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         y, alone = c(*batch), [c(*(x[i : i + 1] for x in batch))[0] for i in range(3)]
     for i, expected in enumerate(alone):
         text = f"row {i} of a batch of 3 differs from the row alone"
-        require(is_equal(y[i], expected), text, "something is computed over the batch axis")
+        cause = "something is computed over the batch axis, or the batch is not the first axis"
+        require(is_equal(y[i], expected), text, cause)
     return "each row of a batch of 3 equals the row alone"
 
 

@@ -90,6 +90,8 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
     def __init__(self, model: Module, optimizer: Any = None) -> None:
         if not isinstance(model, Module):
             raise TypeError(f"doctor observes a Module, got {type(model).__name__}")
+        if optimizer is not None and not (hasattr(optimizer, "parameters") and hasattr(optimizer, "groups")):
+            raise TypeError(f"doctor takes an optimizer of tg.optim, got {type(optimizer).__name__}")
         super().__init__(type(model).__name__)
         self.model, self.optimizer = model, optimizer
 
@@ -114,6 +116,8 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
         leave(self, "observer")
         if error is not None:
             self.problem = f"{type(error).__name__}: {error}"
+        elif not self._events:
+            self.problem = "no operation was observed: the step belongs inside the block, in the same thread"
         if error is None or self._reached:
             self._check_parameters()
         if self._evaluates and not self._reached:

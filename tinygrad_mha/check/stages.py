@@ -386,6 +386,8 @@ def list_repairs(
         yield words, given.sum(axis=axes).reshape(right.shape)
     if given.shape != right.shape:
         return
+    if np.allclose(given, right, rtol=0, atol=1e-6 * largest(right)):
+        yield "numbers are rounded to float32: compute in float64", right
     factor = float((given * right).sum()) / (float((given * given).sum()) or 1.0)
     if given.size > 1:
         words = write_factor(factor, {n for array in arrays.values() for n in array.shape})
