@@ -405,7 +405,7 @@ def test_an_attention_without_steps_padding_or_heads_is_checked_per_layer():
     assert verdict.ledger.total.cached["multiply-adds"] < verdict.ledger.total.uncached["multiply-adds"]
 
 
-def test_a_fault_of_calls_without_edit_alone_is_found_though_no_watched_layer_differs():
+def test_a_fault_of_calls_without_edit_alone_is_found_though_no_layer_that_shows_its_steps_differs():
     class WrongWithoutEdit(Own):
         def forward(self, x, edit=None, **options):
             y = super().forward(x, edit=edit, **options)
@@ -415,7 +415,7 @@ def test_a_fault_of_calls_without_edit_alone_is_found_though_no_watched_layer_di
     model = gpt()
     model.h[1].attn = WrongWithoutEdit().astype(np.float32)
     first = kv_cache(model, PROMPT).first_divergence
-    assert (first.layer, first.head) == (None, None)
+    assert (first.layer, first.head) == (1, None)
     assert first.cause == "no layer differs while steps are recorded: look at what is computed without edit"
 
 

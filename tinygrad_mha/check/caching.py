@@ -154,15 +154,17 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
 
 
 class Watched(Module):
-    """An attention in its place that keeps what its last call received, returned and, with `show`, its steps."""
+    """An attention in its place that keeps what its last call received and returned, and its steps if `shows`."""
 
-    def __init__(self, attention: Module, show: bool) -> None:
-        self.attention, self.show = attention, show
+    shows = False
+
+    def __init__(self, attention: Module) -> None:
+        self.attention = attention
         self.seen: dict[str, Tensor] = {}
 
     def forward(self, x: Any, cache: Any = None, edit: None = None, **options: Any) -> Tensor:
         x, steps = as_tensor(x), Steps()
-        if self.show and "edit" in find_options(type(self.attention).forward):
+        if self.shows and "edit" in find_options(type(self.attention).forward):
             options["edit"] = steps
         y = run_attention(self.attention, x, cache=select_layer_cache(cache), **options)
         shown = {name: tensor for name, tensor in steps.trace()._asdict().items() if tensor is not None}
@@ -229,24 +231,23 @@ class Failure(NamedTuple):
 
 
 class Subject:
-    """Two copies of a model in eval mode, one of them with watched attentions, and the sequences that they read."""
+    """A copy of a model in eval mode with watched attentions, and the sequences that it reads."""
 
     def __init__(self, model: Any, ids: Any, dtype: Any) -> None:
         if not isinstance(model, Module) or "cache" not in find_options(type(model).forward):
             kind = type(model).__name__
             raise TypeError(f"kv_cache checks a GPT, or an attention whose forward takes cache; got {kind}. {GUIDE}")
-        model = copy.deepcopy(model).eval().astype(dtype)
+        self.model: Any = copy.deepcopy(model).eval().astype(dtype)
         self.vocab_size = model.config.vocab_size if isinstance(model, GPT) else 0
         self.rows = as_prompts(ids, self.vocab_size) if self.vocab_size else as_sequences(ids, dtype)
-        attentions = [block.attn for block in model.h] if isinstance(model, GPT) else [model]
-        if not all("cache" in find_options(type(attention).forward) for attention in attentions):
+        blocks: Any = self.model.h if isinstance(model, GPT) else []
+        self.watched = [Watched(attention) for attention in ([block.attn for block in blocks] or [self.model])]
+        self.options = [find_options(type(watched.attention).forward) for watched in self.watched]
+        if not all("cache" in options for options in self.options):
             raise ValueError(f"the attention of a block takes no cache, so there is nothing to compare. {GUIDE}")
-        self.watched = [Watched(attention, show=True) for attention in attentions]
-        self.models: dict[bool, Any] = {False: Watched(model, show=False), True: self.watched[0]}
-        if isinstance(model, GPT):
-            self.models = {False: copy.deepcopy(model), True: model}
-            for block, watched in zip(model.h, self.watched, strict=True):
-                block.attn = watched
+        for block, watched in zip(blocks, self.watched, strict=False):
+            block.attn = watched
+        self.model = self.model if blocks else self.watched[0]
         self.prompt = max(self.rows, key=len)
         if len(self.prompt) < 2:
             raise ValueError(f"a cache shows nothing with fewer than 2 tokens, got {len(self.prompt)}")
@@ -298,24 +299,28 @@ class Subject:
 
     # ----------------------------------------------------------------------------------------------------- comparisons
 
-    def run(self, call: Call, watch: bool = False, **options: Any) -> Arrays:
-        """The result and, if watched, what each layer received, showed and returned, (B, ...)."""
-        y = self.result = call.run(self.models[watch], **options)
-        layers = enumerate(self.watched) if watch else ()
-        found = {(i, name): tensor for i, layer in layers for name, tensor in layer.seen.items()} | {(None, "y"): y}
-        return {key: t.numpy() if len(call.rows) > 1 else t.numpy()[None] for key, t in found.items()}
+    def run(self, call: Call, show: bool = False, **options: Any) -> Arrays:
+        """The result, and what each layer received, returned and, with `show`, its steps, (B, ...)."""
+        for layer in self.watched:
+            layer.shows = show
+        y = self.result = call.run(self.model, **options)
+        found: dict[tuple[int | None, str], Tensor] = {
+            (i, name): tensor for i, layer in enumerate(self.watched) for name, tensor in layer.seen.items()
+        }
+        batch = slice(None) if len(call.rows) > 1 else None
+        return {key: t.numpy()[batch] for key, t in (found | {(None, "y"): y}).items()}
 
-    def whole(self, row: np.ndarray, watch: bool) -> Arrays:
+    def whole(self, row: np.ndarray, show: bool) -> Arrays:
         """The same for a row without a cache."""
-        key = row.tobytes(), watch
+        key = row.tobytes(), show
         if key not in self._wholes:
-            self._wholes[key] = self.run(Call([row], 0, len(row)), watch)
+            self._wholes[key] = self.run(Call([row], 0, len(row)), show)
         return self._wholes[key]
 
-    def compare(self, call: Call, now: Arrays) -> Iterator[Compared]:
+    def compare(self, call: Call, now: Arrays, show: bool) -> Iterator[Compared]:
         """Compare what `run` returned for a call, in the order of the computation."""
         for row, columns, tokens in call.tokens():
-            right = self.whole(call.rows[row], len(now) > 1)
+            right = self.whole(call.rows[row], show)
             for (layer, part), array in now.items():
                 if part in ("x", "heads", "y"):
                     a, b = array[row][..., columns, :], right[layer, part][0]
@@ -323,56 +328,55 @@ class Subject:
                         pair = (a, b) if head is None else (a[head], b[head])
                         yield Compared(layer, part, head, row, columns, tokens, compare_rows(*pair, tokens))
 
-    def follow(self, scenarios: list[Scenario], watch: bool) -> tuple[float, list[Failure]]:
-        """The largest difference of results, and of each scenario that fails its first wrong call."""
+    def follow(self, scenarios: list[Scenario], show: bool) -> tuple[float, list[Failure]]:
+        """The largest difference of results, and the first wrong call of each scenario that fails, shortest first."""
         largest, failures = 0.0, []
         for scenario in scenarios:
             calls: list[Call] = []
             runs: list[Arrays] = []
             for call in scenario():
                 calls.append(call)
-                runs.append(self.run(call, watch))
-                found = list(self.compare(call, runs[-1]))
+                runs.append(self.run(call, show))
+                found = list(self.compare(call, runs[-1], show))
                 largest = max(largest, *(float(c.differences.max()) for c in found if c.layer is None))
                 wrong = next((c for c in found if c.differences.max() > TOLERANCE), None)
                 if wrong is not None:
                     failures.append(Failure(calls, runs, wrong))
                     break
-        return largest, failures
+        return largest, sorted(failures, key=lambda f: (f.wrong.layer is None, f.calls[-1].stop, len(f.calls)))
 
     def examine(self, claim: str, scenarios: list[Scenario]) -> Finding:
         """Compare every call of every scenario with the computation without a cache."""
-        if claim == "padding" and not all("key_allow" in find_options(type(w.attention).forward) for w in self.watched):
+        if claim == "padding" and not all("key_allow" in options for options in self.options):
             return Finding(claim, "does not apply", "an attention takes no key_allow for rows of a padded batch")
         try:
-            largest, failures = self.follow(scenarios, watch=False)
-            # Watched calls tell the place. One scenario is watched anyway: steps may be computed differently if shown.
-            failures = self.follow(scenarios if failures else scenarios[-1:], watch=True)[1] + failures
+            largest, failures = self.follow(scenarios, show=False)
+            # Steps tell the place and the cause. They may be computed differently, so one scenario shows them anyway.
+            shown = self.follow(scenarios if failures else scenarios[-1:], show=True)[1]
         except Exception as error:
             return Divergence(claim, "failed", cause=f"a call with a cache fails: {type(error).__name__}: {error}")
         possible = 2 ** (len(self.prompt) - 1) if claim == "chunks" else len(scenarios)
         ways = f"all {possible} ways" if possible == len(scenarios) else f"{len(scenarios)} of {possible} ways"
         message = f"{ways}: largest difference {largest:.1e}, tolerance {TOLERANCE:.0e}"
-        if not failures:
+        if not failures and not shown:
             return Finding(claim, "passed", message)
-        failures.sort(key=lambda f: (f.wrong.layer is None, f.calls[-1].stop, len(f.calls)))
-        calls, _, wrong = failures[0]
+        cause = "no layer differs while steps are recorded: look at what is computed without edit"
+        cause = self.explain(claim, shown) if shown else cause
+        calls, _, wrong = (shown or failures)[0]
         step, chunks = len(calls) - 1, tuple(call.stop - call.start for call in calls)
         token = wrong.tokens.start + int(np.argmax(wrong.differences > TOLERANCE))
-        size, cause = float(wrong.differences.max()), self.explain(claim, failures)
+        size = float(wrong.differences.max())
         example = {"chunks": chunks, "step": step, "layer": wrong.layer, "head": wrong.head, "token": token}
         return Divergence(claim, "failed", message, cause, example, {"difference": size}, difference=size, **example)
 
     def explain(self, claim: str, failures: list[Failure]) -> str:
         """The cause: the place of the first difference tells it, or else what reproduces several of them."""
         calls, runs, wrong = failures[0]
-        if len(runs[-1]) == 1:
-            return "no layer differs while steps are recorded: look at what is computed without edit"
         if wrong.layer is None or (wrong.part == "x" and wrong.layer > 0):
             return "outside of attention: what follows it depends on which tokens share a call"
         if wrong.part == "x":
             tokens = calls[-1].rows[wrong.row][wrong.tokens]
-            alone = self.run(Call([tokens], 0, len(tokens)), watch=True)[0, "x"][0]
+            alone = self.run(Call([tokens], 0, len(tokens)))[0, "x"][0]
             is_equal = compare_rows(runs[-1][0, "x"][wrong.row][wrong.columns], alone).max() <= TOLERANCE
             return NOT_OFFSET if is_equal else "before attention: the vectors of tokens or positions differ"
         cases = [self.make_case(f) for f in failures if f.wrong[:2] == wrong[:2]]
@@ -396,13 +400,12 @@ class Subject:
         """The largest difference of each call, layer and head, token by token."""
         steps = []
         for call in self.read([self.prompt], (1,) * len(self.prompt)):
-            layers: list[list[float]] = [[] for _ in self.watched]
-            for found in self.compare(call, self.run(call, watch=True)):
-                if found.layer is not None and (
-                    found.part == "heads" or (found.part == "y" and not layers[found.layer])
-                ):
-                    layers[found.layer].append(float(found.differences.max()))
-            steps.append(layers)
+            found = list(self.compare(call, self.run(call, show=True), show=True))
+            heads = {i for i, part, *_ in found if part == "heads"}
+            layers = [
+                [c for c in found if c[:2] == (i, "heads" if i in heads else "y")] for i in range(len(self.watched))
+            ]
+            steps.append([[float(c.differences.max()) for c in layer] for layer in layers])
         return steps
 
     def count_ledger(self) -> Ledger:
@@ -413,7 +416,7 @@ class Subject:
             for t in range(len(self.prompt)):
                 works = []
                 for call in (Call([self.prompt], t, t + 1, cache), Call([self.prompt], 0, t + 1)):
-                    self.run(call, watch=True, **options)
+                    self.run(call, show=True, **options)
                     seen = [watched.seen for watched in self.watched]
                     works.append(count_work(self.result, seen, 0 if call.cache is None else 1))
                 ledger.steps.append(LedgerStep(*works))

@@ -81,9 +81,12 @@ def attention(rng):
 
 
 SAMPLES = {
-    "add": two_operands(normal),
-    "sub": two_operands(normal),
-    "mul": two_operands(normal),
+    **dict.fromkeys(("add", "sub", "mul"), two_operands(normal)),
+    **dict.fromkeys(("maximum", "minimum"), without_ties),
+    **dict.fromkeys(("max", "min"), reductions(distinct, empty=False)),
+    **dict.fromkeys(("mean", "logsumexp"), reductions(normal, empty=False)),
+    **dict.fromkeys(("neg", "exp", "expm1", "sin", "cos", "tanh", "sigmoid"), one_operand(normal)),
+    **dict.fromkeys(("log", "sqrt", "log1p"), one_operand(positive)),
     "div": two_operands(nonzero),
     "pow": lambda rng: [
         *two_operands(positive)(rng),
@@ -93,19 +96,9 @@ SAMPLES = {
         ((2.5, normal(rng, 3)), {}),
         ((positive(rng, 3), np.array([0.0, 1.0, 2.0])), {}),
     ],
-    "neg": one_operand(normal),
     "scale": one_operand(normal, by=-0.7),
-    "exp": one_operand(normal),
-    "log": one_operand(positive),
-    "sqrt": one_operand(positive),
-    "log1p": one_operand(positive),
-    "expm1": one_operand(normal),
-    "sin": one_operand(normal),
-    "cos": one_operand(normal),
     "cumsum": lambda rng: [((normal(rng, 2, 3, 5),), {"axis": axis}) for axis in (0, 1, -1)],
     "erf": lambda rng: [((np.linspace(-3.1, 3.3, 17),), {}), ((normal(rng, 2, 3),), {})],
-    "tanh": one_operand(normal),
-    "sigmoid": one_operand(normal),
     "relu": one_operand(nonzero, (2, 3), (5,), (2, 0)),
     "gelu": lambda rng: [((normal(rng, 2, 3) * 2,), {"tanh": tanh}) for tanh in (False, True)],
     "abs": one_operand(nonzero),
@@ -120,13 +113,8 @@ SAMPLES = {
     # Masked scores are -inf, and differences of them are nan. So the mask here allows everything; `softmax` and
     # `attention` are checked with real masks.
     "mask": lambda rng: [((normal(rng, 2, 3), np.ones((2, 3), bool)), {})],
-    "maximum": without_ties,
-    "minimum": without_ties,
     "sum": reductions(normal),
-    "mean": reductions(normal, empty=False),
     "var": lambda rng: [*reductions(normal, empty=False)(rng)[:-1], ((normal(rng, 3, 5),), {"axis": 1, "ddof": 1})],
-    "max": reductions(distinct, empty=False),
-    "min": reductions(distinct, empty=False),
     "reshape": lambda rng: [((normal(rng, 2, 3, 5),), {"shape": shape}) for shape in [(6, 5), (-1,), (5, 1, 6)]],
     "transpose": lambda rng: [((normal(rng, 2, 3, 5),), {"axes": axes}) for axes in [None, (1, 2, 0), (0, -1, -2)]],
     "broadcast_to": lambda rng: [((normal(rng, 3, 1),), {"shape": (2, 3, 5)}), ((normal(rng),), {"shape": (2,)})],
@@ -182,7 +170,6 @@ SAMPLES = {
         ((np.where(random_mask(rng, 3, 5), normal(rng, 3, 5), -np.inf),), {}),
     ],
     "log_softmax": one_operand(normal, (2, 3), (5,), axis=-1),
-    "logsumexp": reductions(normal, empty=False),
     "cross_entropy": lambda rng: [
         ((normal(rng, 7, 5), np.array([0, 4, 2, -100, 1, 1, 3])), way)
         for way in [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.1}]
