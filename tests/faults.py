@@ -1450,6 +1450,54 @@ class KeepsTheLastThree(PlainModule):
         return super().weigh(q, k, None if key_allow is None else key_allow[..., -k.shape[-2] :])
 
 
+@fault("softmax: .*over the heads", *X, causal=True)
+class SoftmaxOverTheHeads(PlainModule):
+    def weigh(self, q, k, key_allow):
+        n, m = q.shape[-2], k.shape[-2]
+        allow = np.tri(n, m, m - n) if key_allow is None else np.tri(n, m, m - n) * key_allow[:, None, None, :]
+        return ops.softmax(q @ k.mT / q.shape[-1] ** 0.5, axis=-3) * allow.astype(q.dtype)
+
+
+@fault("residual: .* 2 times", *X)
+class AddsTheInputTwice(PlainModule):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        return super().forward(x, cache, positions, key_allow) + 2.0 * x
+
+
+@fault("heads: queries of another head", *X)
+class MatchesQueriesWithOtherHeads(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(ops.concat(q[..., 1:, :, :], q[..., :1, :, :], axis=-3), k, key_allow)
+
+
+@fault("heads: this head adds nothing", *X)
+class ForgetsTheLastHead(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q, k, key_allow) * np.array([1, 1, 0], q.dtype)[:, None, None]
+
+
+@fault("scale: .*multiplied by d_k")
+def multiplied_by_d(q, k, v):
+    return softmax(q @ k.swapaxes(-1, -2) * q.shape[-1]) @ v
+
+
+@fault("padding: .*constant")
+def padding_lowered_by_1e3(q, k, v, key_allow=None):
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(scores if key_allow is None else scores - (~key_allow[0] * 1e3).astype(q.dtype)) @ v
+
+
+@variant(*X, causal=False)
+class Prefix(PlainModule):
+    """The first three tokens see each other."""
+
+    def forward(self, x):
+        q, k, v = self.project(x, None)
+        n = x.shape[-2]
+        allow = np.tri(n, dtype=bool) | (np.arange(n) < 3) & (np.arange(n)[:, None] < 3)
+        return self.o_proj(self.join(ops.softmax(ops.where(allow, q @ k.mT / 2, -np.inf)) @ v))
+
+
 @variant(*X)
 class BucketsWithoutScale(PlainModule):
     """A learned bias for each distance and head, and no scale, as in T5."""

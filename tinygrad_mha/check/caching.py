@@ -240,7 +240,7 @@ class Subject:
         self.model: Any = copy.deepcopy(model).eval().astype(dtype)
         self.vocab_size = model.config.vocab_size if isinstance(model, GPT) else 0
         self.rows = as_prompts(ids, self.vocab_size) if self.vocab_size else as_sequences(ids, dtype)
-        blocks: Any = self.model.h if isinstance(model, GPT) else []
+        blocks: Any = self.model.h if isinstance(self.model, GPT) else []
         self.watched = [Watched(attention) for attention in ([block.attn for block in blocks] or [self.model])]
         self.options = [find_options(type(watched.attention).forward) for watched in self.watched]
         if not all("cache" in options for options in self.options):

@@ -27,6 +27,8 @@ __all__ = ["CLAIMS", "BrokenError", "Check", "Facts", "NotApplicableError"]
 __all__ += ["check_causality", "check_determinism", "measure_influence"]
 
 WEAK = 0.5  # an influence of later tokens that is smaller than this, relative to that of earlier ones, is a leak
+ELEMENTS = 5  # of each input and parameter, compared one by one; a random direction moves all
+FINITE = "a finite constant (such as -1e4) is added to hidden scores instead of an exclusion: large scores win"
 HUGE = 1e7  # a factor of queries and keys: their products exceed any constant that is added to hide a score
 
 
@@ -139,7 +141,8 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     if not later.any():
         cause = "the mask hides a token from itself (off by one)"
         require(m == 1 or np.diagonal(see, m - n).any(), "no row depends on its own key and value", cause)
-        return f"no row depends on a later one ({n} x {m} pairs, each changed)"
+        text = "" if see[past(see)].all() else ", nor on all earlier ones: a window or another pattern"
+        return f"no row depends on a later one ({n} x {m} pairs, each changed){text}"
     strength = influence[later].mean() / influence[before].mean() if n > 1 and influence[before].any() else np.inf
     is_unordered = n == m and is_symmetric(c, inputs)
     is_two_way = n != m or is_unordered or ((see == see.T).all() and strength > WEAK)
@@ -150,6 +153,7 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         require(not is_own_hidden, text, "the mask hides a token from itself: the diagonal")
         text = "rows depend on later ones as on earlier ones: judged as not causal, which causal=True would forbid"
         raise NotApplicableError(text)
+    apply_if(facts.stated is not False, "tokens depend on later ones, which causal=False allows")
     y = c(*inputs)
     if is_equal(np.broadcast_to(y[..., -1:, :], y.shape), y):
         cause = "all rows of the result are the same: that of one token stands in each"
@@ -163,6 +167,7 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         cause = "the mask lets a token see the next one (off by one)"
     elif see.all():
         cause = "later tokens leak through something that is computed over all tokens, such as a mean or normalisation"
+        cause += ", or hidden scores are lowered by a small constant"
     else:
         cause = "some later tokens leak into earlier ones"
     i, j = (int(index) for index in np.argwhere(later)[0])
@@ -210,7 +215,7 @@ def check_our_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> tuple[lis
     f = functools.partial(c.call_raw)
     vars(f)["named_parameters"] = dict if c.module is None else c.module.named_parameters
     named = [Tensor(x, name=name) for x, name in zip(inputs, ["x"] if c.takes_rows else "qkv", strict=True)]
-    report = gradcheck(f, *named, raises=False, seed=facts.seed)
+    report = gradcheck(f, *named, raises=False, seed=facts.seed, elements=ELEMENTS)
     apply_if(not report.problem, report.problem)
     for entry in report.entries:
         cause = entry.note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
@@ -305,8 +310,9 @@ def check_heads(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     for h in range(n):
         y = run(h, "nothing")
         text = f"what head {h} adds to the result does not depend on its own queries, keys and values"
-        require(not is_equal(run(h, "own"), y), text, cause)
-        apply_if(is_equal(run(h, "others"), y), "each head depends on the others too, by a norm or sum over heads")
+        uses_others = not is_equal(run(h, "others"), y)
+        require(not is_equal(run(h, "own"), y), text, cause if uses_others else "this head adds nothing to the result")
+        apply_if(not uses_others, "each head depends on the others too, by a norm or sum over heads")
     return f"each of {n} heads depends on its own queries, keys and values alone"
 
 
@@ -439,8 +445,7 @@ def check_exclusion(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     seen = (measure_influence(c, big, facts.seed, HUGE, **options) > CLOSE) & hidden
     if seen.any() and not ((measure_influence(c, inputs, facts.seed, **options) > CLOSE) & seen).any():
         i, j = np.argwhere(seen)[0]
-        cause = "a finite constant (such as -1e4) is added to hidden scores instead of an exclusion: large scores win"
-        raise BrokenError(f"with queries and keys times {HUGE:.0e}, row {i} sees the hidden key {j}", cause)
+        raise BrokenError(f"with queries and keys times {HUGE:.0e}, row {i} sees the hidden key {j}", FINITE)
     return f"hidden keys have no influence, also with scores of {HUGE**2:.0e}"
 
 
@@ -467,10 +472,11 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     name, n = c.options["key_allow"], inputs[-1].shape[-2]
     rng = np.random.default_rng(facts.seed)
 
-    def run(fill: float, hides: bool) -> np.ndarray:
+    def run(fill: float, hides: bool, size: float = 1.0) -> np.ndarray:
         noise = [fill * rng.standard_normal((*x.shape[:-2], 1, x.shape[-1])) for x in inputs]
         rows = [np.concatenate([extra, x], axis=-2) for extra, x in zip(noise, inputs, strict=True)]
-        rows = list(c.as_batch(rows if c.takes_rows else [inputs[0], *rows[1:]]))
+        rows, first = [x * size if i < 2 else x for i, x in enumerate(rows)], inputs[0] * size
+        rows = list(c.as_batch(rows if c.takes_rows else [first, *rows[1:]]))
         options = {"positions": np.maximum(np.arange(n + 1) - 1, 0)[None]} if "positions" in c.options else {}
         key_allow = np.broadcast_to(np.arange(n + 1) > 0, (len(rows[0]) if rows[0].ndim > 2 else 1, n + 1))
         y = c(*rows, key_allow=key_allow ^ hides, **options)
@@ -487,6 +493,9 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     is_inverted = found[0] and "allow" in name
     require(not is_inverted, f"{name} hides where it is True", f"the polarity of {name} is inverted")
     facts.hides_true = found[0]
+    big = [run(fill, found[0], HUGE) for fill in (1.0, 3.0)]
+    text = f"with queries and keys times {HUGE:.0e}, a padding token that {name} hides changes the result"
+    require(not np.isfinite(big).all() or is_equal(big[0], big[1]), text, FINITE)
     text = f"{'True is padding' if found[0] else 'False is padding'}; hidden by {name} it has no influence"
     return text + ("" if is_equal(run(np.nan, found[0]), alone) else ", unless it holds nan (0 * nan is nan)")
 

@@ -85,7 +85,7 @@ class Formula:
         place_q, place_k, place_v: the position for which each is rotated, of its own position.
         weigh: the weights of scores and a mask.
         add: what is added to the result of the heads, of q and v.
-        residual: how often the input is added to the result.
+        residual: how many times the input is added to the result.
     """
 
     n_head: int = 1
@@ -106,7 +106,7 @@ class Formula:
     place_v: Callable[[np.ndarray], np.ndarray] = lambda p: 0 * p
     weigh: Callable[..., np.ndarray] = softmax
     add: Callable[[np.ndarray, np.ndarray], Any] = lambda q, v: 0.0
-    residual: int = 0
+    residual: Any = 0.0
 
     def split_all(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
         """q, k and v by heads, as many of each: shared keys and values are repeated."""
@@ -140,6 +140,10 @@ def softmax_over_queries(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
     return softmax(scores, see, -2)
 
 
+def softmax_over_heads(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
+    return softmax(scores, axis=-3) * see
+
+
 def tile(x: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate([x] * n, axis=-3)
 
@@ -160,13 +164,14 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         }.items()
     ],
     "residual": [
-        ("the input is added to the result: a residual connection inside", {"residual": 1}),
         ("the queries are added to the result (a residual from the wrong place)", {"add": lambda q, v: q}),
         ("the values are added to the result (a residual from the wrong place)", {"add": lambda q, v: v}),
     ],
     "softmax": [
         ("the softmax is over the queries (axis -2), not over the keys: wrong axis", {"weigh": softmax_over_queries}),
         ("the mask is applied after the softmax: weights do not sum to 1", {"weigh": lambda s, see: softmax(s) * see}),
+        ("the softmax is over the heads (axis -3), not over the keys: wrong axis", {"weigh": softmax_over_heads}),
+        ("the weights are squared", {"weigh": lambda s, see: softmax(s, see) ** 2}),
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see), see)}),
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see))}),
         ("the weights are the logarithm of the softmax", {"weigh": lambda s, see: np.log(softmax(s, see))}),
@@ -193,6 +198,7 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("the weights of the heads are averaged", {"weigh": lambda s, see: mean_of_heads(softmax(s, see))}),
         ("the scores of the heads are averaged", {"weigh": lambda s, see: softmax(mean_of_heads(s), see)}),
         ("the heads are added instead of concatenated", {"join": lambda y: y.sum(-3)}),
+        ("the heads are added instead of concatenated", {"join": lambda y: join_heads(y.shape[-3] * mean_of_heads(y))}),
         ("the first head is copied to all heads", {"join": lambda y: join_heads(copy_head(y))}),
         ("the last head is copied to all heads", {"join": lambda y: join_heads(copy_head(y, -1))}),
         ("the heads are joined in reverse order", {"join": lambda y: join_heads(y[..., ::-1, :, :])}),
@@ -203,11 +209,13 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             for letters, name in {"q": "queries", "k": "keys", "v": "values", "kv": "keys and values"}.items()
         ),
         *(
-            (
-                f"{name} of the heads are in reverse order",
-                {"swap": dict.fromkeys(letters, lambda x: x[..., ::-1, :, :])},
+            (f"{name} of another head are used: their order is wrong", {"swap": {letter: reorder}})
+            for letter, name in {"q": "queries", "k": "keys", "v": "values"}.items()
+            for reorder in (
+                lambda x: x[..., ::-1, :, :],
+                lambda x: np.roll(x, 1, axis=-3),
+                lambda x: np.roll(x, -1, axis=-3),
             )
-            for letters, name in {"q": "queries", "k": "keys", "v": "values"}.items()
         ),
         ("shared keys are tiled, so a group uses different keys: repeat each instead", {"repeat": tile}),
     ],
@@ -236,6 +244,7 @@ def list_scales(d_k: int, d_v: int, width: int, n_k: int) -> dict[str, float]:
         "the scores are divided by the square root of all columns instead of those of a head, sqrt(d_k)": width**-0.5,
         "the scores are divided by the number of all columns, d_model, instead of sqrt(d_k)": 1.0 / width,
         "the scores are multiplied by sqrt(d_k) instead of divided": d_k**0.5,
+        "the scores are multiplied by d_k instead of divided by sqrt(d_k)": float(d_k),
         "the scores are divided by the square root of the number of keys": n_k**-0.5,
         "the scores have the wrong sign: softmax(-Q K^T / sqrt(d_k))": -root,
         "the scores have the wrong sign, and are not divided by sqrt(d_k)": -1.0,

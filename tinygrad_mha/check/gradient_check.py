@@ -27,8 +27,6 @@ from tinygrad_mha.transforms import grad
 
 __all__ = ["gradcheck"]
 
-SAMPLED = 200  # of a larger tensor, this many elements are compared one by one
-
 
 def gradcheck(
     f: Any,
@@ -38,15 +36,16 @@ def gradcheck(
     rtol: float = 1e-5,
     atol: float = 1e-7,
     seed: int = 0,
+    elements: int = 200,
     zero: Sequence[str] = (),
     raises: bool = True,
 ) -> GradcheckReport:
     """Check the gradients of a function or module with respect to all floating inputs and named parameters.
 
     The check computes in float64, whatever the dtypes of the inputs. Afterwards the parameters have their own arrays
-    again, and no `.grad` has changed. An array given twice counts as two inputs. Tensors with more than 200 elements
-    are compared at 200 of them and in one random direction of all. If only the direction disagrees, a bisection looks
-    for the wrong element.
+    again, and no `.grad` has changed. An array given twice counts as two inputs. Tensors with more than `elements`
+    elements are compared at that many of them and in one random direction of all. If only the direction disagrees, a
+    bisection looks for the wrong element.
 
     Args:
         f: a function of tensors that returns a tensor, or a tuple, list or dict of them; or an nn.Module.
@@ -55,6 +54,7 @@ def gradcheck(
         order: 2 checks the second derivatives too.
         eps: the step, relative to max(1, |x|); chosen automatically when None.
         rtol, atol: the allowed error of an element: rtol * |element| + atol * the largest |gradient| of its tensor.
+        elements: how many elements of a tensor are compared one by one.
         seed: seeds the random cotangent, directions and sampled elements.
         zero: names of inputs or parameters whose gradient is expected to be zero everywhere.
         raises: if False, a failed check returns its report instead of raising GradcheckError with it.
@@ -90,7 +90,7 @@ def gradcheck(
 
         report.problem = find_problem(values)
         if not report.problem:
-            report.entries += check_map(values(), values, variables, 1, rng, zero, **tolerances)
+            report.entries += check_map(values(), values, variables, 1, rng, zero, elements, **tolerances)
         if order == 2 and report.ok:
             cotangents = [Tensor(rng.standard_normal(y.shape), requires_grad=True) for y in values()]
             named = {f"cotangent {i}" if i else "cotangent": c for i, c in enumerate(cotangents)}
@@ -99,7 +99,7 @@ def gradcheck(
                 return list(grad(contract(values(), cotangents), list(variables.values()), create_graph=create_graph))
 
             report.entries += check_map(
-                gradients(create_graph=True), gradients, variables | named, 2, rng, zero, **tolerances
+                gradients(create_graph=True), gradients, variables | named, 2, rng, zero, elements, **tolerances
             )
     if raises and not report.ok:
         raise GradcheckError(report)
@@ -113,6 +113,7 @@ def check_map(
     order: int,
     rng: np.random.Generator,
     zero: Sequence[str],
+    elements: int,
     **tolerances: float,
 ) -> Iterator[Entry]:
     """Check the gradient of L = <c, outputs> with respect to each variable, for a random cotangent c.
@@ -132,7 +133,7 @@ def check_map(
         entry = Entry(name, x.shape, order)
         gradient = gradients.get(id(x), np.zeros(x.shape))
         comparison = Comparison(entry, x._data, gradient, loss, condition, **tolerances)
-        check_variable(comparison, rng)
+        check_variable(comparison, rng, elements)
         if order == 2 and entry.status == "ok" and entry.checked and not gradient.any():
             entry.status = "zero"
         if order == 1 and entry.checked and comparison.is_zero():
@@ -140,17 +141,17 @@ def check_map(
         yield entry
 
 
-def check_variable(comparison: Comparison, rng: np.random.Generator) -> None:
+def check_variable(comparison: Comparison, rng: np.random.Generator, most: int) -> None:
     """Compare the gradient of one tensor along a random direction, then element by element."""
     entry, x = comparison.entry, comparison.x
     direction = rng.choice([-1.0, 1.0], x.shape) * np.isfinite(x)  # masked scores are -inf: they cannot move
     agrees = comparison.agrees(direction)
     elements = np.argwhere(direction)
-    sample = rng.permutation(elements)[:SAMPLED] if len(elements) > SAMPLED else elements
+    sample = rng.permutation(elements)[:most] if len(elements) > most else elements
     for index in sample.tolist():
         comparison.check_element(tuple(index))
     entry.checked = len(sample)
-    if not agrees and entry.status == "ok" and len(elements) > SAMPLED:
+    if not agrees and entry.status == "ok" and len(elements) > most:
         comparison.find_wrong_element(direction)
     if not agrees and entry.status == "ok":
         entry.note = "a step of all elements at once disagrees, but no single one does: a kink nearby?"

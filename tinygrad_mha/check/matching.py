@@ -142,7 +142,7 @@ class Reference:
         q, k, v = self.project(inputs, formula.transposed)
         y = formula(q, k, v, see, bias)
         y = self._apply("o", y, formula.transposed) if self.parts else y
-        return y + inputs[0] if formula.residual else y
+        return y + formula.residual * inputs[0] if np.any(formula.residual) else y
 
     def identify(self, inputs: Inputs, see: np.ndarray) -> Match:
         """The formula that gives the result for these inputs, without a bias of the scores or with the measured one."""
@@ -169,7 +169,9 @@ class Reference:
         y, stated = self.candidate(*inputs), self.candidate.find_number("rope_theta", "rope_base", "theta", "base")
         pairings = ("", "halves", "pairs") if self.d_k % 2 == 0 else ("",)
         kinds = [Formula(n_head, pairing=pairing, base=stated or BASE) for pairing in pairings]
-        cases = list(product(kinds, [see, past(see)] if (see != past(see)).any() else [see]))
+        full = np.ones_like(see) if (see & ~past(see)).any() else past(see)  # a weight can be too small to be seen
+        masks = {mask.tobytes(): mask for mask in (see, past(see), full)}
+        cases = list(product(kinds, masks.values()))
 
         def error(mask: np.ndarray, kind: Formula, **change: Any) -> np.ndarray:
             with np.errstate(all="ignore"):
@@ -179,7 +181,7 @@ class Reference:
             """A claim, the cause of its failure, a correct formula, a mask and what differs in the formula."""
             yield from (("", "", *case, {}) for case in cases)
             for kind, mask in cases:
-                starts = {"scale": [*self.scales.values()], "factor": [1.0]}
+                starts = {"scale": [*self.scales.values()], "factor": [1.0], "residual": [1.0]}
                 starts |= dict.fromkeys(("base", "base_k"), BASES) if kind.pairing else {}
                 for name, values in starts.items():
                     size = n_head if name in ("scale", "factor") else 1
@@ -210,6 +212,11 @@ class Reference:
             return ("softmax" if (found < 0).any() else "" if self.may_scale else "scale"), cause
         if name == "factor":
             return ("" if self.may_scale else "softmax"), f"the weights of a query sum to {numbers}, not to 1"
+        if name == "residual":
+            text = "" if found[0] == 1 else f"{numbers} times "
+            return (
+                "" if self.may_scale else "residual"
+            ), f"the input is added {text}to the result: a residual connection inside"
         if name == "base_k":
             return "positions", f"keys are rotated with the base {numbers}, and queries with {stated or BASE:g}"
         if np.allclose(found, (stated or BASE) ** 0.5):
