@@ -906,7 +906,37 @@ def test_the_size_that_is_called_says_what_the_lengths_are():
         x.size(0)
 
 
+def test_rows_of_unequal_lengths_are_to_be_padded():
+    model = nn.Transformer(11, 7, d_model=6, n_head=2, n_layer=1, d_ff=5, max_len=7, seed=0)
+    gpt = nn.GPT(nn.GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=8))
+    for call in [
+        lambda rows: model.loss(rows, [[1, 2], [1, 2]]),
+        lambda rows: model.loss([[1, 2], [1, 2]], rows),
+        model.generate,
+        gpt,
+        tg.Tensor,
+        lambda rows: ops.take(np.ones((5, 2)), rows),
+    ]:
+        with refused(ValueError, "the rows have unequal lengths", "pad the shorter ones"):
+            call([[3, 4], [3]])
+
+
 @pytest.mark.parametrize("name", ["add_", "mul_", "relu_", "sub_"])
 def test_a_method_in_place_is_answered_with_assign(name):
     with pytest.raises(AttributeError, match=r"no operation changes a tensor in place; assign_\(array\)"):
         getattr(tg.Tensor([1.0]), name)
+
+
+@pytest.mark.parametrize("read", [np.from_dlpack, "torch.from_dlpack", "torch.as_tensor", "torch.tensor"], ids=str)
+def test_another_library_gets_a_copy_and_never_a_tensor_with_a_graph(read):
+    if isinstance(read, str):
+        read = getattr(pytest.importorskip("torch"), read.removeprefix("torch."))
+    x = leaf([1.0, 2.0])
+    with refused(TypeError, "would cut the graph", ".detach()"):
+        read(x)
+    constant = x.detach()
+    copied = read(constant)
+    assert np.array_equal(np.asarray(copied), [1.0, 2.0])
+    if not isinstance(copied, np.ndarray):
+        copied[0] = 7.0
+    assert np.array_equal(constant.numpy(), [1.0, 2.0])

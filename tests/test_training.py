@@ -246,6 +246,16 @@ def test_batches_with_ignored_targets_accumulate_to_one_large_batch(ignored, rng
         np.testing.assert_allclose(p.grad, gradient, rtol=1e-11, atol=1e-14)
 
 
+def test_batches_of_a_translator_accumulate_to_one_large_batch():
+    model = tg.nn.Transformer(11, 7, d_model=6, n_head=2, n_layer=1, d_ff=5, max_len=7, seed=0).astype(np.float64)
+    src = np.array([[3, 4, 5, 6], [3, 5, 0, 0], [7, 0, 0, 0]])
+    tgt = np.array([[1, 3, 4, 5, 6, 2], [1, 3, 2, 0, 0, 0], [1, 2, 0, 0, 0, 0]])
+    whole = model.loss(src, tgt)
+    parts = [(src[:1], tgt[:1]), (src[1:].tolist(), tgt[1:].tolist())]
+    assert [model.count_targets(targets) for _, targets in parts] == [5, 3]
+    assert accumulate(model, parts) == pytest.approx(whole.item(), rel=1e-13)
+
+
 def test_one_batch_of_sixty_trains_as_six_of_ten():
     large = small(steps=3, dropout=0.0, batch_size=60, accumulate=1)
     parts = small(steps=3, dropout=0.0, batch_size=10, accumulate=6)

@@ -13,6 +13,7 @@ import numpy as np
 
 __all__ = [
     "NUMPY_KEYWORDS",
+    "as_array",
     "as_ids",
     "as_index",
     "check_boolean",
@@ -139,8 +140,24 @@ def as_ids(ids: Any, name: str) -> np.ndarray:
 
 def as_index(index: Any) -> np.ndarray:
     """Return a list as an index array. An empty list is one of integers, where NumPy alone makes it one of floats."""
-    array = np.asarray(index)
+    array = as_array(index)
     return array if array.size else array.astype(np.intp)
+
+
+def as_array(data: Any) -> np.ndarray:
+    """`np.asarray(data)`, with an error that says what to do about rows of unequal lengths.
+
+    Raises:
+        ValueError: the rows have unequal lengths.
+    """
+    try:
+        return np.asarray(data)
+    except ValueError as error:
+        if "inhomogeneous" not in str(error):
+            raise
+        raise ValueError(
+            "the rows have unequal lengths, and an array has rows of one length: pad the shorter ones"
+        ) from error
 
 
 def unknown_keyword(function: str, unknown: Iterable[str]) -> TypeError:

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 import numpy as np
 from numpy import ndarray
 
-from tinygrad_mha.arguments import NUMPY_KEYWORDS, unknown_keyword
+from tinygrad_mha.arguments import NUMPY_KEYWORDS, as_array, unknown_keyword
 from tinygrad_mha.notation import Call, FormulaWriter, write_call
 
 __all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_dtype", "as_operand", "from_data", "primitive"]
@@ -293,7 +293,7 @@ def from_data(data: Any, dtype: Any = None, beside: Iterable[Any] = ()) -> np.nd
         raise TypeError(
             "a masked array would lose its mask: use data.filled(value), or tg.ops.where(mask, value, data.data)"
         )
-    array = np.asarray(data)
+    array = as_array(data)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"expected numbers, got dtype {array.dtype} from {type(data).__name__}")
     keeps_dtype = has_dtype(data)

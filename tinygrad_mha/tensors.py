@@ -252,6 +252,13 @@ class Tensor:
                 )
             return np.array(self.numpy(), dtype=dtype, copy=copy)
 
+        def __dlpack__(self, **options: Any) -> Any:
+            """A copy for another library, as `torch.from_dlpack(x)` asks for. Raises TypeError as np.asarray does."""
+            return self.__array__(copy=True).__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self._data.__dlpack_device__()
+
         def __getattr__(self, name: str) -> Any:  # called for unknown names only
             raise AttributeError(f"a Tensor has no attribute {name!r}{find_hint(name, METHODS, REGISTRY)}")
 

@@ -63,6 +63,10 @@ class Translator(Module):
         logits = self(src, tgt[..., :-1])
         return ops.cross_entropy(logits, tgt[..., 1:], ignore_index=self.pad, label_smoothing=label_smoothing)
 
+    def count_targets(self, tgt: Any) -> int:
+        """The number of words of which `loss` is the mean: those after the first, padding left out."""
+        return int(np.count_nonzero(self.check_target(tgt)[..., 1:] != self.pad))
+
     # -------------------------------------------------------------------------------------------------------- checks
 
     def check_source(self, src: Any) -> np.ndarray:

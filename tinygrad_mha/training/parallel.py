@@ -47,11 +47,12 @@ def accumulate(
     """Compute the mean loss over all targets of all batches, accumulate its gradient in `.grad`, and return it.
 
     Each batch is weighted by its number of targets that are not `ignore_index`, so six batches of ten give the result
-    of one of sixty. A value other than -100 is passed on: `model.loss(idx, targets, ignore_index=...)`. With
-    `n_targets`, the number of targets of more batches than these, the result is their part of that mean.
+    of one of sixty. A value other than -100 is passed on: `model.loss(idx, targets, ignore_index=...)`. A model whose
+    loss leaves out targets of its own, as a translator does, has a method `count_targets(targets)`. With `n_targets`,
+    the number of targets of more batches than these, the result is their part of that mean.
     """
     options = {} if ignore_index == IGNORED else {"ignore_index": ignore_index}
-    counts = count_targets(batches, ignore_index)
+    counts = count_targets(model, batches, ignore_index)
     total, value = max(sum(counts) if n_targets is None else n_targets, 1), 0.0
     for (idx, targets), count in zip(batches, counts, strict=True):
         loss = model.loss(idx, targets, **options) * (count / total)
@@ -60,9 +61,12 @@ def accumulate(
     return value
 
 
-def count_targets(batches: Sequence[Batch], ignore_index: int = IGNORED) -> list[int]:
-    """The number of targets of each batch that the loss counts."""
-    return [int(np.count_nonzero(targets != ignore_index)) for _, targets in batches]
+def count_targets(model: Any, batches: Sequence[Batch], ignore_index: int = IGNORED) -> list[int]:
+    """The number of targets of each batch that the loss of the model counts."""
+    count = getattr(model, "count_targets", None) or (
+        lambda targets: np.count_nonzero(np.asarray(targets) != ignore_index)
+    )
+    return [int(count(targets)) for _, targets in batches]
 
 
 class Workers:
@@ -138,7 +142,7 @@ class Workers:
         n = self.comm.size * self.threads
         if n == 1:
             return accumulate(self.copies[0], batches)
-        n_targets, first = sum(count_targets(batches)), self.comm.rank * self.threads
+        n_targets, first = sum(count_targets(self.copies[0], batches)), self.comm.rank * self.threads
 
         def compute(thread: int) -> float:
             part = [take_part(batch, first + thread, n) for batch in batches]
