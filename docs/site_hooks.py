@@ -56,9 +56,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to files outside of this folder, as they are in the repository, lead to their copies in the site."""
-    if page.file.generated_by:
-        return markdown
-    return re.sub(r"\]\((\.\./)+(examples/[^)]*)\)", r"](\2)", markdown)
+    if not page.file.generated_by:
+        up = "../" * page.file.src_uri.count("/")
+        markdown = re.sub(r"\]\((\.\./)+(examples/[^)]*)\)", rf"]({up}\2)", markdown)
+    return join_chinese_lines(markdown)
+
+
+def join_chinese_lines(markdown: str) -> str:
+    """A line feed between two Chinese characters would become a space; outside of code blocks it is left out."""
+    parts = re.split(r"(^```.*?^```)", markdown, flags=re.DOTALL | re.MULTILINE)  # every second part is code
+    parts[::2] = [
+        re.sub(r"([\u3000-\u9fff\uff00-\uffef])\n(?=[\u3000-\u9fff\uff00-\uffef])", r"\1", p) for p in parts[::2]
+    ]
+    return "".join(parts)
 
 
 def move_links(markdown: str, page: str) -> str:
