@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=move_links(readme.read_text(encoding="utf-8"), page)))
     for module, page in write_reference().items():
         files.append(File.generated(config, f"reference/{name_page(module)}", content=page))
-    for path in sorted((ROOT / "examples").rglob("*.py")):
+    for path in sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links to files outside of this folder, as they are in the repository, lead to their copies in the site."""
     if not page.file.generated_by:
         up = "../" * page.file.src_uri.count("/")
-        markdown = re.sub(r"\]\((\.\./)+(examples/[^)]*)\)", rf"]({up}\2)", markdown)
+        markdown = re.sub(r"\]\((\.\./)+((?:examples|notebooks)/[^)]*)\)", rf"]({up}\2)", markdown)
     return join_chinese_lines(markdown)
 
 

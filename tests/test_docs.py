@@ -172,6 +172,7 @@ PARTS = [
     "arguments",
     "torch_names",
     "notation",
+    "tables",
     "primitives",
     "kernels",
     "ops",

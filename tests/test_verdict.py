@@ -138,3 +138,20 @@ def test_inputs_that_are_edited_in_place_are_reported():
 
     (finding,) = tg.check.attention(edits).failed
     assert "in place" in finding.cause
+
+
+def test_a_notebook_shows_a_gradient_check_a_trace_and_a_run_as_tables(tmp_path):
+    report = tg.gradcheck(lambda x: (x * x.detach()).sum(), np.arange(1.0, 4.0), raises=False)
+    assert "<table><caption>gradcheck of &lt;lambda&gt;: FAILED</caption>" in report._repr_html_()
+    assert "analytic" in report._repr_html_()
+    assert repr(report) == str(report)  # at the prompt of Python, too
+    assert repr(VERDICT) == str(VERDICT)
+    model = tg.nn.GPT(tg.nn.GPTConfig(vocab_size=11, block_size=7, n_layer=2, n_head=2, n_embd=6))
+    trace = model([3, 1, 4], trace=True)[1]
+    assert '<td style="text-align:left">2×3×3</td>' in trace.attention[0]._repr_html_()
+    assert len(repr(trace)) < 600
+    assert trace._repr_html_().count("<table>") == 3
+    options = {"steps": 2, "eval_interval": 1, "sample_interval": 0, "eval_batches": 1, "block_size": 8}
+    run = tg.training.train("tiny", "abcdefgh " * 40, tmp_path / "run", show="quiet", **options)
+    assert repr(run).startswith("Run at step 2 of 2")
+    assert run._repr_html_().count("<tr>") == 1 + 3

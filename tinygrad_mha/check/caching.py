@@ -78,7 +78,7 @@ class Divergence(Finding):
         return f"{self.name}: calls of {self.chunks} tokens, {place}: {self.difference:.1e} off. {self.cause}"
 
 
-@dataclass
+@dataclass(repr=False)
 class CacheVerdict(Verdict):
     """The verdict of `kv_cache`.
 

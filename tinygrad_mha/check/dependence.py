@@ -33,7 +33,7 @@ ROUNDING = 64  # times the machine precision: a relative size up to this may be 
 MOST_PATHS = 8  # leaks whose path is looked up
 
 
-@dataclass
+@dataclass(repr=False)
 class Dependencies:
     """Which output rows depend on which input rows: `print` it for a picture.
 
@@ -104,6 +104,9 @@ class Dependencies:
     def _cells(self) -> list[list[str]]:
         signs: list[list[str]] = np.where(self.matrix, "■", np.where(self.below_rounding, "~", "·")).tolist()
         return signs
+
+    def __repr__(self) -> str:
+        return str(self)  # what the prompt of Python shows
 
     def __str__(self) -> str:
         width = len(str(max(self.matrix.shape) - 1))

@@ -31,7 +31,7 @@ class LedgerStep(NamedTuple):
     uncached: Counter[str]
 
 
-@dataclass
+@dataclass(repr=False)
 class Ledger:
     """The steps of a run. `print` it for a table; in its lines, reused and discarded are sums of Q, K, V and scores."""
 
@@ -46,6 +46,9 @@ class Ledger:
         """Plain Python data, ready for JSON."""
         steps = [step._asdict() for step in (*self.steps, self.total)]
         return {"steps": steps[:-1], "total": steps[-1]}
+
+    def __repr__(self) -> str:
+        return str(self)  # what the prompt of Python shows
 
     def __str__(self) -> str:
         table = [["step", "cache", *ROWS, "reused", "discarded", "multiply-adds", "bytes", "bytes kept"]]

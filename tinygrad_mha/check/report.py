@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 from tinygrad_mha.check.verdict import as_plain_data
+from tinygrad_mha.tables import make_table
 
 __all__ = ["Difference", "Entry", "GradcheckError", "GradcheckReport"]
 
@@ -71,7 +73,7 @@ class Entry:
     note: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class GradcheckReport:
     """The result of `gradcheck`: `print` it for a table, `.to_dict()` gives data.
 
@@ -112,6 +114,9 @@ class GradcheckReport:
         facts = {"ok": self.ok, "verdict": self.verdict, "worst": self.worst and asdict(self.worst)}
         return {str(name): as_plain_data(value) for name, value in (asdict(self) | facts).items()}
 
+    def __repr__(self) -> str:
+        return str(self)  # what the prompt of Python shows
+
     def __str__(self) -> str:
         lines = [f"gradcheck of {self.function}: {self.verdict}"]
         width = max((len(e.name) for e in self.entries), default=0)
@@ -125,6 +130,16 @@ class GradcheckReport:
             lines += [f"    {note}" for note in e.note.splitlines()]
             lines += [f"    step {h:7.0e}  error {error:.1e}" for h, error in e.sweep]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for e in self.entries:
+            error = f"{e.worst.relative:.1e}" if e.worst else ""
+            details = "\n".join([*([str(e.worst)] if e.status == "wrong" else []), *e.note.splitlines()])
+            order = ("first", "second")[e.order - 1]
+            rows.append([escape(e.name), str(e.shape), order, e.status, str(e.checked), error, escape(details)])
+        header = ["", "shape", "order", "", "checked", "largest relative error", ""]
+        return make_table(f"gradcheck of {self.function}: {self.verdict}", rows, header)
 
 
 class GradcheckError(AssertionError):

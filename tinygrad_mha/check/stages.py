@@ -32,7 +32,7 @@ MOST_ELEMENTS = 1000  # of a stage with more, it is not tried whether a formula 
 MOST_PATHS = 5  # of a stage with more users, it is not tried which of them a formula leaves out
 
 
-@dataclass
+@dataclass(repr=False)
 class DerivationVerdict(Verdict):
     """The verdict of `derivation`: one finding for each formula, in the order of the backward pass."""
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tinygrad_mha.tables import make_table
+
 __all__ = ["CheckError", "Finding", "Status", "Verdict"]
 
 Status = Literal["passed", "failed", "does not apply"]
@@ -39,7 +41,7 @@ class Finding:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(repr=False)
 class Verdict:
     """All findings about one subject: `print` it for a table, `.to_dict()` gives data.
 
@@ -94,6 +96,9 @@ class Verdict:
         facts = {"subject": self.subject, "status": self.status, "ok": self.ok, "problem": self.problem}
         return facts | {"findings": findings}
 
+    def __repr__(self) -> str:
+        return str(self)  # what the prompt of Python shows
+
     def __str__(self) -> str:
         names = ", ".join(dict.fromkeys(finding.name for finding in self.failed))
         lines = [f"{self.subject}: {self.status}"]
@@ -125,10 +130,9 @@ class Verdict:
             if finding.example:
                 parts = "\n".join(format_value(name, value, WIDTH) for name, value in finding.example.items())
                 text += f"<pre>{html.escape(parts)}</pre>"
-            cells = (html.escape(self._status_word(finding)), html.escape(finding.name), text)
-            rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>")
+            rows.append((html.escape(self._status_word(finding)), html.escape(finding.name), text))
         title = f"{self.subject}: {self.status}. {self.problem}" if self.problem else f"{self.subject}: {self.status}"
-        return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
+        return make_table(title, rows)
 
     @staticmethod
     def _status_word(finding: Finding) -> str:

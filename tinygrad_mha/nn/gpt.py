@@ -28,6 +28,8 @@ from tinygrad_mha.nn.layers import ACTIVATIONS, GATES, Dropout, Embedding, FeedF
 from tinygrad_mha.nn.module import Module, copy_on_arrays, has_array_forward
 from tinygrad_mha.nn.positions import Learned, Position, as_position
 from tinygrad_mha.nn.scores import Score, as_score
+from tinygrad_mha.notation import write_shape
+from tinygrad_mha.tables import make_table
 from tinygrad_mha.tensors import Tensor, plain, wrap
 
 __all__ = ["GPT", "Block", "CausalSelfAttention", "GPTConfig", "GPTTrace", "LMHead"]
@@ -178,6 +180,15 @@ class GPTTrace(NamedTuple):
     hidden: tuple[Tensor, ...]  # the embedding, then the output of each block, (B, T, C)
     attention: tuple[AttentionTrace, ...]  # of each block
     final: Tensor  # the input of the head: hidden[-1], after ln_f if there is one
+
+    def __repr__(self) -> str:
+        return f"GPTTrace(hidden {write_shape(self.final.shape)} at {len(self.hidden)} places, {self.attention})"
+
+    def _repr_html_(self) -> str:
+        layers = [[f"attention[{i}]", trace._repr_html_()] for i, trace in enumerate(self.attention)]
+        shape = write_shape(self.final.shape)
+        rows = [[f"hidden[{i}]", shape] for i in range(len(self.hidden))] + [["final", shape]]
+        return make_table("the intermediate results of a GPT", rows + layers)
 
 
 class GPTOptions(TypedDict, total=False):

@@ -22,7 +22,9 @@ from tinygrad_mha.nn.masks import ScoreShape, combine_masks, pad_bias, select_he
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.nn.positions import Position
 from tinygrad_mha.nn.scores import Score
+from tinygrad_mha.notation import write_shape
 from tinygrad_mha.ops import join_heads, split_heads
+from tinygrad_mha.tables import make_table
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 __all__ = ["AttentionTrace", "Edit", "Heads", "Masks", "Projection", "Steps", "check_rows", "join_heads", "split_heads"]
@@ -52,6 +54,16 @@ class AttentionTrace(NamedTuple):
     weights: Tensor = UNKNOWN  # every row sums to 1, to 0 where no key may be attended to, to less with sinks
     heads: Tensor = UNKNOWN  # (..., T_q, d_v)
     concat: Tensor | None = None  # (..., T_q, H d_v): the heads side by side; None for the function `attention`
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {shape}" for name, shape in self._list_shapes())
+        return f"AttentionTrace({shown}): tg.show prints it"
+
+    def _repr_html_(self) -> str:
+        return make_table("the steps of an attention: tg.show(trace) prints them", self._list_shapes())
+
+    def _list_shapes(self) -> list[tuple[str, str]]:
+        return [(name, write_shape(step.shape)) for name, step in self._asdict().items() if step is not None]
 
 
 class Steps:

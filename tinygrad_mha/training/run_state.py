@@ -17,6 +17,7 @@ from tinygrad_mha.files.run_folder import CsvLog, find_latest
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig, Module
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups
+from tinygrad_mha.tables import make_table
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences
 from tinygrad_mha.training.parallel import Workers
@@ -33,6 +34,7 @@ NEEDED = (
     "element; to write samples it is also a LanguageModel of tinygrad_mha.decoding, or set sample_interval=0"
 )
 
+MOST_ROWS = 20  # of the table in a notebook
 LOG = {"step": int, "learning_rate": float, "loss": float, "grad_norm": float, "validation_loss": float}
 SAMPLES = {"step": int, "text": str}
 
@@ -102,6 +104,18 @@ class Run:
         self.folder = None if folder is None or self.workers.comm.rank > 0 else Path(folder)
         self.log = CsvLog(self.folder and self.folder / "log.csv", LOG)
         self.samples = CsvLog(self.folder and self.folder / "samples.csv", SAMPLES)
+
+    def __repr__(self) -> str:
+        return f"Run at step {self.step} of {self.config.steps}, in {self.folder}"
+
+    def _repr_html_(self) -> str:
+        names = ["step", "loss", "validation_loss"]
+        rows = [
+            [f"{row[name]:.4g}" if name in row else "" for name in names]
+            for row in self.log.rows
+            if "validation_loss" in row
+        ]
+        return make_table(repr(self), rows[-MOST_ROWS:], names)
 
     def _check_model(self) -> None:
         """Try what training and sampling call."""

@@ -1,0 +1,21 @@
+"""Tables as HTML, by which notebooks show results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+__all__ = ["make_table"]
+
+
+def make_table(caption: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A table with left-aligned cells. `rows` are HTML: escape text that comes from a person; the rest is text.
+
+    Example:
+        >>> make_table("2 < 3", [["a", "<b>b</b>"]])
+        '<table><caption>2 &lt; 3</caption><tr><td style="text-align:left">a</td><td ...><b>b</b></td></tr></table>'
+    """
+    cells = [["<th>" + escape(name) + "</th>" for name in header]] if header else []
+    cells += [[f'<td style="text-align:left">{cell}</td>' for cell in row] for row in rows]
+    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    return f"<table><caption>{escape(caption)}</caption>{lines}</table>"
