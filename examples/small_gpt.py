@@ -17,7 +17,7 @@ import tinygrad_mha as tg
 from tinygrad_mha.data import builtin_corpus, split_text
 from tinygrad_mha.files import read_json, write_json
 from tinygrad_mha.files.run_folder import find_latest
-from tinygrad_mha.training.resume import PRETRAINED
+from tinygrad_mha.training.resume import PRETRAINED, seal_state
 
 FILES = ("model.safetensors", "characters.json")
 
@@ -32,7 +32,7 @@ def pack(run: str) -> None:
         shutil.copyfile(checkpoint / name, PRETRAINED / name)
     state = read_json(checkpoint / "state.json")
     digests = {name: digest for name, digest in state["files"].items() if name in FILES}
-    write_json(PRETRAINED / "state.json", state | {"files": digests, "data": {}, "generators": {}})
+    write_json(PRETRAINED / "state.json", seal_state(state | {"files": digests, "data": {}, "generators": {}}))
 
 
 def measure(windows: int = 64) -> None:

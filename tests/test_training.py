@@ -35,6 +35,7 @@ from tinygrad_mha.training import (
     save_checkpoint,
     train,
 )
+from tinygrad_mha.training.resume import seal_state
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
 
@@ -711,6 +712,23 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         small(tmp_path / "a", resume=True)
 
 
+def test_a_changed_number_in_the_state_is_refused(tmp_path):
+    small(tmp_path, steps=1)
+    path = find_latest(tmp_path) / "state.json"
+    path.write_text(path.read_text().replace('"has_uint32": 0', '"has_uint32": 1', 1))
+    with pytest.raises(CheckpointError, match=r"state.json is damaged: the SHA-256 of its content is"):
+        small(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("damage", [None, {}, {"bit_generator": "MT19937"}, {"state": {"state": -1, "inc": 2**200}}])
+def test_damaged_generator_numbers_are_refused_and_change_nothing(tmp_path, damage):
+    run = small(tmp_path, steps=1)
+    before = weights(run), run.batches.state_dict()
+    with pytest.raises(ValueError, match="is not the state of a generator of the kind PCG64"):
+        run.batches.load_state_dict({"generator": damage and run.batches.state_dict()["generator"] | damage})
+    assert (weights(run), run.batches.state_dict()) == before
+
+
 def test_an_optimizer_of_another_model_is_refused(tmp_path):
     small(tmp_path / "a", steps=1)
     small(tmp_path / "b", steps=1, n_embd=10)
@@ -1048,6 +1066,6 @@ def test_absurd_sizes_in_a_state_are_compared_with_the_weights_before_memory_is_
     path = tmp_path / f"step-{run.step}" / "state.json"
     state = json.loads(path.read_text())
     state["model"]["identity"][key] = 4 * 10**9
-    path.write_text(json.dumps(state))
+    path.write_text(json.dumps(seal_state(state)))
     with pytest.raises(CheckpointError, match="but the saved one has 2 and"):
         load_trained(tmp_path)

@@ -10,17 +10,29 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tinygrad_mha.arguments import as_ids, check_count
-from tinygrad_mha.files import read_json, replacing, write_json
+from tinygrad_mha.files import CheckpointError, read_json, replacing, write_json
+from tinygrad_mha.files.json_files import to_plain
+from tinygrad_mha.files.reading import read_file
 
 __all__ = ["BPETokenizer", "Batches", "CharTokenizer", "StreamDecoder", "Tokenizer"]
-__all__ += ["builtin_corpus", "load_tokenizer", "read_text", "show_token", "split_text", "split_words"]
+__all__ += [
+    "builtin_corpus",
+    "load_tokenizer",
+    "read_text",
+    "restore_generator",
+    "show_token",
+    "split_text",
+    "split_words",
+]
 
 CJK = "\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"  # kana, ideographs, punctuation
 
@@ -85,7 +97,7 @@ class CharTokenizer(Tokenizer):
         _check_text(characters)
         self._ids = {c: i for i, c in enumerate(characters)}
         if not characters or len(self._ids) < len(characters):
-            twice = sorted({c for c in characters if characters.count(c) > 1})
+            twice = sorted(c for c, n in Counter(characters).items() if n > 1)
             wrong = f"{twice} more than once" if twice else "no characters"
             raise ValueError(f"a vocabulary has each character once and at least one, got {wrong}")
         self.characters = characters
@@ -128,8 +140,9 @@ class CharTokenizer(Tokenizer):
         path = Path(folder, cls.FILE)
         saved = read_json(path)
         if not isinstance(saved.get("characters"), str):
-            raise ValueError(f'{path} must hold {{"characters": "..."}}')
-        return cls(saved["characters"])
+            raise CheckpointError(f'{path} must hold {{"characters": "..."}}')
+        with naming_file(path):
+            return cls(saved["characters"])
 
     def __repr__(self) -> str:
         return f"CharTokenizer({self.characters!r})"
@@ -188,7 +201,11 @@ class BPETokenizer(Tokenizer):
         self._bytes = {
             i: token.encode() if token in self.special else symbol_bytes(token) for token, i in vocab.items()
         }
-        self._library = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[tuple(pair) for pair in merges]))
+        try:
+            model = library.models.BPE(vocab=vocab, merges=[tuple(pair) for pair in merges])
+        except Exception as error:  # the library has no class of its own
+            raise ValueError(f"the vocabulary and the merges do not fit together: {error}") from error
+        self._library = library.Tokenizer(model)
         self._library.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._library.decoder = library.decoders.ByteLevel()
         self._library.add_special_tokens(self.special)
@@ -235,22 +252,31 @@ class BPETokenizer(Tokenizer):
         # The first line may state a version. Later lines that begin with "#" are merges.
         lines = [line.rstrip("\r") for line in lines[lines[0].startswith("#version") :]]
         rules = [line.split(" ") for line in lines if line]
-        return cls(_check_vocab(vocab, Path(folder, "vocab.json")), _check_merges(rules, Path(folder, "merges.txt")))
+        vocab, pairs = _check_vocab(vocab, Path(folder, "vocab.json")), _check_merges(rules, Path(folder, "merges.txt"))
+        with naming_file(folder):
+            return cls(vocab, pairs)
 
     @classmethod
     def _from_json(cls, path: Path) -> BPETokenizer:
         saved = read_json(path)
         model, before = saved.get("model"), saved.get("pre_tokenizer")
         if not (isinstance(model, dict) and isinstance(before, dict) and model.get("type", "BPE") == "BPE"):
-            raise ValueError(f"{path} is not a byte pair encoding as GPT-2 has it: expected a model of type BPE")
+            raise CheckpointError(f"{path} is not a byte pair encoding as GPT-2 has it: expected a model of type BPE")
         if before.get("type") != "ByteLevel" or before.get("add_prefix_space") or saved.get("normalizer"):
-            raise ValueError(
+            raise CheckpointError(
                 f"{path} prepares text in another way than GPT-2: expected the pre-tokenizer ByteLevel without a "
                 f"prefix space and no normalizer, got {before} and {saved.get('normalizer')}"
             )
-        added = {token["content"]: token["id"] for token in saved.get("added_tokens", [])}
-        rules = [rule.split(" ") if isinstance(rule, str) else rule for rule in model.get("merges", [])]
-        return cls({**_check_vocab(model.get("vocab"), path), **added}, _check_merges(rules, path), added)
+        tokens, rules = saved.get("added_tokens", []), model.get("merges", [])
+        if not isinstance(tokens, list) or not all(isinstance(t, dict) and {"content", "id"} <= {*t} for t in tokens):
+            raise CheckpointError(f"{path} must hold added_tokens, a list of {{content, id}}")
+        added = [(token["content"], token["id"]) for token in tokens]
+        if not all(isinstance(content, str) for content, _ in added) or not isinstance(rules, list):
+            raise CheckpointError(f"{path} must hold the text of each of added_tokens, and merges, a list")
+        rules = [rule.split(" ") if isinstance(rule, str) else rule for rule in rules]
+        vocab = {**_check_vocab(model.get("vocab"), path), **_check_vocab(dict(added), path)}
+        with naming_file(path):
+            return cls(vocab, _check_merges(rules, path), dict(added))
 
     def __repr__(self) -> str:
         return f"BPETokenizer({self.vocab_size} tokens, special: {self.special})"
@@ -319,6 +345,17 @@ def symbol_bytes(token: str) -> bytes:
     return b"".join([bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in token])
 
 
+@contextmanager
+def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let the errors about what a file holds name it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+
+
 def _tokenizers() -> Any:
     try:
         import tokenizers
@@ -328,15 +365,15 @@ def _tokenizers() -> Any:
 
 
 def _check_vocab(vocab: Any, path: Path) -> dict[str, int]:
-    if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
-        raise ValueError(f"{path} must hold a vocabulary, {{token: id}}")
+    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 2**32 for i in vocab.values()):
+        raise CheckpointError(f"{path} must hold a vocabulary, {{token: id}}, with ids from 0 to 2^32 - 1")
     return vocab
 
 
 def _check_merges(rules: list[Any], path: Path) -> list[tuple[str, str]]:
     for i, rule in enumerate(rules):
-        if len(rule) != 2:
-            raise ValueError(f"{path}: merge {i} must be a pair of tokens, got {rule}")
+        if not isinstance(rule, list) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
+            raise CheckpointError(f"{path}: merge {i} must be a pair of tokens, got {rule}")
     return [(left, right) for left, right in rules]
 
 
@@ -365,25 +402,22 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is a folder, or empty, or not UTF-8 (the message gives the byte).
+        CheckpointError: it is a folder, a pipe or a device, or empty, or not UTF-8 (the message gives the byte).
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, expected a text file")
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no text file {path}") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at position {error.start} ({error.reason}); "
             f"save it as UTF-8 first"
         ) from error
     text = text.removeprefix("\ufeff")
     if not text:
-        raise ValueError(f"{path} is empty")
+        raise CheckpointError(f"{path} is empty")
     return text
 
 
@@ -468,5 +502,26 @@ class Batches:
         return {"generator": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
-        self.rng.bit_generator.state = state["generator"]
+        """Continue from a state of `state_dict`.
+
+        Raises:
+            ValueError: it is no such state. Nothing is changed.
+        """
+        restore_generator(self.rng, state["generator"])
+
+
+def restore_generator(rng: np.random.Generator, state: Any) -> None:
+    """Set a generator to a state that `rng.bit_generator.state` gave, such as one that was saved as JSON.
+
+    Raises:
+        ValueError: it is no such state. The generator is unchanged.
+    """
+    before = rng.bit_generator.state
+    try:
+        rng.bit_generator.state = state
+        fits = json.dumps(rng.bit_generator.state, default=to_plain) == json.dumps(state, default=to_plain)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        rng.bit_generator.state = before
+        raise ValueError(f"{state!r} is not the state of a generator of the kind {before['bit_generator']}")

@@ -20,7 +20,8 @@ import numpy as np
 
 from tinygrad_mha.arguments import is_integer
 from tinygrad_mha.files.atomic import replacing
-from tinygrad_mha.files.json_files import CheckpointError, read_json
+from tinygrad_mha.files.json_files import read_json
+from tinygrad_mha.files.reading import CheckpointError
 from tinygrad_mha.files.safetensors import load_arrays, save_arrays
 
 __all__ = ["FORMATS", "Folder", "Format", "Key", "find_end_ids", "read_folder", "write_folder"]

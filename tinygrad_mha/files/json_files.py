@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tinygrad_mha.files.atomic import replacing
+from tinygrad_mha.files.reading import CheckpointError, read_file
 
-__all__ = ["CheckpointError", "parse_json", "read_json", "write_json"]
+__all__ = ["MOST_BYTES", "parse_json", "read_json", "write_json"]
 
-
-class CheckpointError(ValueError):
-    """A file or folder that cannot be used; the message names it and gives the reason."""
+MOST_BYTES = 100_000_000  # of JSON; the safetensors package has the same limit for a header
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the file does not exist, cannot be read, or contains something else.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path, MOST_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except OSError as error:
@@ -42,7 +41,9 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(data.decode("utf-8-sig"), object_pairs_hook=make_dict)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise CheckpointError(f"{source} is nested too deeply to be JSON of ours") from error
+    except ValueError as error:
         raise CheckpointError(f"{source} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{source} must contain a JSON object, got a {type(content).__name__}")
@@ -53,8 +54,8 @@ def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A dict of distinct keys; Python's own would keep the last of equal ones."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {name!r} occurs twice")
     return result
 
 

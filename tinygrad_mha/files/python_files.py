@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
+
+from tinygrad_mha.files.reading import CheckpointError, FileError, read_file
 
 __all__ = ["OwnCodeError", "TimeLimitError", "catching_exit", "limiting", "load_object", "running"]
 
 
-class OwnCodeError(ValueError):
+class OwnCodeError(FileError):
     """A person's own code that cannot be loaded or run; the message is one line."""
 
 
@@ -34,14 +35,14 @@ def load_object(target: str, with_classes: bool = False) -> Callable[..., Any]:
         FileNotFoundError: there is no such file.
         TypeError: NAME is something else.
     """
-    path, colon, name = target.rpartition(":")
-    if not colon or not name:
+    path, _, name = target.rpartition(":")
+    if not path or not name:
         raise OwnCodeError(f"expected FILE.py:NAME, got {target!r}")
     module = run_file(Path(path))
-    if not hasattr(module, name):
+    if name not in vars(module):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
         raise OwnCodeError(f"{path} has no {name!r}; it defines {', '.join(own) or 'no functions'}")
-    found = getattr(module, name)
+    found = vars(module)[name]
     if not callable(found):
         raise TypeError(f"{target} is a {type(found).__name__}, expected a function, a primitive or a module")
     if isinstance(found, type) and not with_classes:
@@ -49,18 +50,39 @@ def load_object(target: str, with_classes: bool = False) -> Callable[..., Any]:
     return found
 
 
-def run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise OwnCodeError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+def run_file(path: Path) -> types.ModuleType:
+    """Run a file as a module, without the cache of bytecode that an import would write beside it."""
+    if path.suffix != ".py":
+        raise OwnCodeError(f"{path} is not a Python file: expected a name that ends in .py")
+    try:
+        source = read_file(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no such file: {path}") from None
+    except CheckpointError as error:
+        raise OwnCodeError(str(error)) from error
+    code = compile_source(source, path)
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
     sys.modules.setdefault(path.stem, module)  # a dataclass looks its module up there
     sys.path.insert(0, str(path.parent))
     with running(path), contextlib.redirect_stdout(sys.stderr):
-        spec.loader.exec_module(module)
+        exec(code, vars(module))
     return module
+
+
+def compile_source(source: bytes, path: Path) -> types.CodeType:
+    """Compile a file.
+
+    Raises:
+        OwnCodeError: it is not Python.
+    """
+    try:
+        return compile(source, str(path), "exec")
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise OwnCodeError(f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}: {line}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # a zero byte, or nested too deeply
+        raise OwnCodeError(f"{path} is not Python: {error or 'it is nested too deeply'}") from error
 
 
 @contextlib.contextmanager
@@ -69,10 +91,6 @@ def running(path: Any) -> Iterator[None]:
     try:
         with catching_exit():
             yield
-    except SyntaxError as error:
-        raise OwnCodeError(
-            f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
-        ) from error
     except (Exception, SystemExit) as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path)]
         place = f"{path}, line {lines[-1]}" if lines else str(path)

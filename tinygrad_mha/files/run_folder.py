@@ -8,6 +8,7 @@ checkpoint exists whenever the process is killed. Until the run is finished, the
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import shutil
@@ -19,16 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_mha.files.atomic import replacing, replacing_folder, sync_folder
-from tinygrad_mha.files.json_files import CheckpointError, read_json
+from tinygrad_mha.files.json_files import read_json
+from tinygrad_mha.files.reading import CheckpointError, open_file, read_file
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["STATE", "CsvLog", "check_new", "find_latest", "hold_folder", "remove_others", "write_checkpoint"]
+__all__ = [
+    "STATE",
+    "CsvLog",
+    "check_new",
+    "find_latest",
+    "hold_folder",
+    "is_plain",
+    "remove_others",
+    "write_checkpoint",
+]
 
 PATIENCE = 1.0  # seconds
+MOST_OF_A_NAME = 300  # bytes; file systems have 255 of one name
 STATE = "state.json"  # the last file of a checkpoint; "files" in it names the others
 MODEL_FILES = {"model.safetensors", "optimizer.safetensors"}
 TOKENIZER_FILES = {"characters.json", "tokenizer.json", "vocab.json", "merges.txt"}
@@ -92,12 +104,12 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
     """The latest checkpoint in the folder of a run, or None. Without `LATEST` it is the checkpoint of the highest step.
 
     Raises:
-        CheckpointError: `LATEST` names a folder that does not exist.
+        CheckpointError: `LATEST` names a folder that does not exist, or is no file.
     """
     path = Path(folder, "LATEST")
-    if not path.is_file():
+    if not path.exists():
         return max(list_checkpoints(Path(folder)), key=get_step, default=None)
-    name = path.read_text(encoding="utf-8", errors="replace").strip()
+    name = read_file(path, MOST_OF_A_NAME).decode("utf-8", "replace").strip()
     if not STEP.fullmatch(name) or not Path(folder, name).is_dir():
         raise CheckpointError(f"{path} contains {name!r}, but there is no such checkpoint")
     return Path(folder, name)
@@ -115,9 +127,15 @@ def get_step(checkpoint: Path) -> int:
 def list_files(checkpoint: Path) -> list[str]:
     """The files that a checkpoint says it has, besides its state."""
     try:
-        return list(read_json(checkpoint / STATE).get("files", {}))
+        files = read_json(checkpoint / STATE).get("files")
     except CheckpointError:
         return []
+    return [name for name in files if is_plain(name)] if isinstance(files, dict) else []
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is that of a file in a folder, and no path out of it."""
+    return Path(name).name == name and "\0" not in name
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -165,7 +183,7 @@ def is_empty_log(path: Path) -> bool:
     """Whether a file has the names of the columns of a log, and no rows."""
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         start = file.read(200)
     return start.startswith(b"step,") and start.find(b"\n") == len(start) - 1
 
@@ -244,29 +262,37 @@ class CsvLog:
             with open(self.path, "rb+") as file:
                 os.fsync(file.fileno())
 
-    def rewind(self, step: int) -> None:
-        """Keep the rows before `step` and drop the others, such as a row that was cut short.
+    def read(self, step: int) -> None:
+        """Read the rows before `step` from the file, if there is one. A row that was cut short is no row.
 
         Raises:
-            CheckpointError: a row that should be kept cannot be read.
+            CheckpointError: a row cannot be read.
         """
-        if self.path is None:
+        self.rows = []
+        if self.path is None or not self.path.exists():
             return
-        found: list[list[str]] = []
-        if self.path.exists():
-            rows = read_rows(self.path)
-            found = [row for row in rows if len(row) == len(self.columns) and row[0].isdecimal()]
-        kept = [row for row in found if int(row[0]) < step]
+        whole = [row for row in read_rows(self.path) if len(row) == len(self.columns) and row[0].isdecimal()]
         try:
-            self.rows = [self._parse(row) for row in kept]
+            self.rows = [self._parse(row) for row in whole if int(row[0]) < step]
         except ValueError as error:
             raise CheckpointError(f"{self.path} has a row that cannot be read ({error}): move it away") from error
+
+    def rewind(self, step: int) -> None:
+        """Keep the rows before `step` and drop the others, in memory and in the file.
+
+        Raises:
+            CheckpointError: as `read`; the file is unchanged.
+        """
+        self.read(step)
+        if self.path is None:
+            return
         with (
             replacing(self.path) as temporary,
             open(temporary, "w", newline="", encoding="utf-8", errors="surrogatepass") as file,
         ):
-            for row in [list(self.columns), *kept]:
-                write_row(file, row)
+            write_row(file, list(self.columns))
+            for row in self.rows:
+                write_row(file, [row.get(name, "") for name in self.columns])
 
     def _parse(self, cells: list[str]) -> dict[str, Any]:
         pairs = zip(self.columns.items(), cells, strict=True)
@@ -283,8 +309,9 @@ def read_rows(path: Path) -> list[list[str]]:
     """All rows of a file, with cells of any length."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
-        with open(path, newline="", encoding="utf-8", errors="surrogatepass") as file:
-            return list(csv.reader(file))
+        return list(csv.reader(io.StringIO(read_file(path).decode("utf-8", "surrogatepass"), newline="")))
+    except CheckpointError:
+        raise
     except (csv.Error, ValueError) as error:
         raise CheckpointError(f"{path} is not a table in UTF-8 ({error}): move it away") from error
     finally:

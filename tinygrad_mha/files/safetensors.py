@@ -18,7 +18,8 @@ import numpy as np
 import safetensors.numpy
 
 from tinygrad_mha.files.atomic import replacing
-from tinygrad_mha.files.json_files import CheckpointError, parse_json
+from tinygrad_mha.files.json_files import MOST_BYTES, parse_json
+from tinygrad_mha.files.reading import CheckpointError, open_file
 
 __all__ = ["load_arrays", "read_shapes", "save_arrays"]
 
@@ -67,7 +68,7 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         CheckpointError: the file is damaged, or not a safetensors file.
         OSError: the file cannot be opened.
     """
-    with open(path, "rb") as file, naming_damage(path):
+    with open_file(path) as file, naming_damage(path):
         return read_arrays(file)
 
 
@@ -77,7 +78,7 @@ def read_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     Raises:
         CheckpointError, OSError: as `load_arrays`.
     """
-    with open(path, "rb") as file, naming_damage(path):
+    with open_file(path) as file, naming_damage(path):
         entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
     return {entry.name: entry.shape for entry in entries}
 
@@ -87,6 +88,8 @@ def naming_damage(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let the errors about a file name it."""
     try:
         yield
+    except MemoryError as error:
+        raise CheckpointError(f"{os.fspath(path)} holds more than fits into memory") from error
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read as a safetensors file: {error}") from error
 
@@ -108,6 +111,8 @@ def read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
     for name, kind, shape, begin, _ in entries:
         file.seek(start + begin)
         flat = np.fromfile(file, DTYPES[kind], count=math.prod(shape))
+        if flat.size < math.prod(shape):
+            raise CheckpointError(f"the bytes of {name!r} end early: the file was cut short while it was read")
         if kind == "BF16":
             flat = (flat.astype(np.uint32) << 16).view(np.float32)
         arrays[name] = flat.astype(flat.dtype.newbyteorder("="), copy=False).reshape(shape)
@@ -122,6 +127,8 @@ def read_header(file: BinaryIO, size: int) -> tuple[list[Entry], int]:
     if first[:4] == b"PK\x03\x04":
         raise CheckpointError("it is a zip archive (the format of torch.save?); save it as safetensors")
     length = int.from_bytes(first, "little")
+    if length > MOST_BYTES:
+        raise CheckpointError(f"its header should have {length:,} bytes, expected at most {MOST_BYTES:,}")
     if length > size - 8:
         raise CheckpointError(
             f"its header should have {length} bytes, but only {size - 8} follow (cut short, or another format?)"
@@ -149,8 +156,8 @@ def parse_entry(name: str, fields: Any) -> Entry:
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if kind not in list(DTYPES):  # a damaged header may hold what has no hash, such as a list
         raise CheckpointError(f"{name!r} has dtype {kind!r}, known are {', '.join(DTYPES)}")
-    if not are_naturals(shape):
-        raise CheckpointError(f"{name!r} has the shape {shape!r}, expected a list of integers of at least 0")
+    if not are_naturals(shape) or len(shape) > 64:  # the most axes that an array of NumPy has
+        raise CheckpointError(f"{name!r} has the shape {shape!r}, expected at most 64 integers of at least 0")
     if not are_naturals(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{name!r} has the offsets {offsets!r}, expected two integers of at least 0")
     needed = math.prod(shape) * DTYPES[kind].itemsize
@@ -162,5 +169,5 @@ def parse_entry(name: str, fields: Any) -> Entry:
 
 
 def are_naturals(x: Any) -> bool:
-    """Whether `x` is a list of integers of at least 0."""
-    return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
+    """Whether `x` is a list of integers of at least 0 that have 64 bits."""
+    return isinstance(x, list) and all(type(n) is int and 0 <= n < 2**63 for n in x)

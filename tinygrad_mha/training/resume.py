@@ -7,7 +7,9 @@ equal bit for bit to a run that was not interrupted.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,16 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.data import Tokenizer, load_tokenizer
+from tinygrad_mha.arguments import check_choice
+from tinygrad_mha.data import Tokenizer, load_tokenizer, restore_generator
 from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
-from tinygrad_mha.files.run_folder import STATE, find_latest, remove_others, write_checkpoint
+from tinygrad_mha.files.huggingface import find_end_ids
+from tinygrad_mha.files.json_files import MOST_BYTES, to_plain
+from tinygrad_mha.files.reading import open_file
+from tinygrad_mha.files.run_folder import STATE, find_latest, is_plain, remove_others, write_checkpoint
 from tinygrad_mha.files.safetensors import read_shapes
 from tinygrad_mha.nn import GPT, GPTConfig
 from tinygrad_mha.training.config import MODEL_NAMES, TrainConfig, list_differences, preset
 from tinygrad_mha.training.run_state import Run
 from tinygrad_mha.training.source import open_text, reopen_text
 
-__all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "resume_run", "save_checkpoint"]
+__all__ = ["CHANGEABLE", "load_checkpoint", "load_trained", "resume_run", "save_checkpoint", "seal_state"]
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"  # a checkpoint without what only training needs
 
@@ -40,8 +46,20 @@ CHANGEABLE = (
     "checkpoint_interval",
 )
 
-# The keys of state.json.
-NEEDED = ("step", "files", "model", "config", "text", "data", "generators", "optimizer")
+# The content of state.json: the type of each value; [type] is a list and {str: type} a dict of such values.
+STATE_FORM: dict[str, Any] = {
+    "sha256": str,  # of all other keys
+    "step": int,
+    "files": {str: str},  # the SHA-256 of each
+    "model": {"identity": {"class": str, "dtypes": [str]}, "rebuild": bool},
+    "config": dict,
+    "text": {"source": str, "sha256": str, "characters": int},
+    "data": dict,
+    "generators": {str: dict},
+    "optimizer": {"groups": [dict], "state": {str: dict}},
+}
+# What "model" has besides if the model is a GPT.
+GPT_FORM: dict[str, Any] = {"special_ids": dict, "generation_config": dict}
 
 
 def save_checkpoint(run: Run) -> Path:
@@ -84,13 +102,59 @@ def write_state(run: Run, folder: Path) -> None:
         "generators": {name: rng.bit_generator.state for name, rng in run.model.generators().items()},
         "optimizer": {"groups": saved["groups"], "state": numbers},
     }
-    write_json(folder / STATE, state)
+    write_json(folder / STATE, seal_state(state))
 
 
 def compute_digest(path: Path) -> str:
     """The SHA-256 of a file."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The content of a state.json with the SHA-256 of all of it as its first key."""
+    content = {name: value for name, value in state.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True, default=to_plain)
+    return {"sha256": hashlib.sha256(text.encode()).hexdigest(), **content}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Read state.json, and check its form, its digest, and those of the files in it.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or a file is.
+    """
+    path = checkpoint / STATE
+    if not path.exists():
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of a run: it contains no {STATE}")
+    state = read_json(path)
+    wrong = find_misfit(state, STATE_FORM, "it")
+    if wrong:
+        raise CheckpointError(f"{path} is not the state of a run: {wrong}")
+    found = seal_state(state)["sha256"]
+    if found != state["sha256"]:
+        raise CheckpointError(f"{path} is damaged: the SHA-256 of its content is {found}, in it {state['sha256']}")
+    check_files(checkpoint, state)
+    return state
+
+
+def find_misfit(value: Any, form: Any, place: str) -> str:
+    """Why a value of JSON does not have a form, in words that name the place; "" if it has."""
+    kind: Any = form if isinstance(form, type) else type(form)
+    if type(value) is not kind:
+        return f"{place} is {value!r}, expected {'an' if kind is int else 'a'} {kind.__name__}"
+    if isinstance(form, list):
+        parts = [(inside, form[0], f"{place}[{i}]") for i, inside in enumerate(value)]
+    elif isinstance(form, dict) and str in form:
+        parts = [(inside, form[str], f"{name!r} of {place}") for name, inside in value.items()]
+    elif isinstance(form, dict):
+        missing = [name for name in form if name not in value]
+        if missing:
+            return f"{place} lacks {', '.join(missing)}"
+        parts = [(value[name], form[name], f"{name!r} of {place}") for name in form]
+    else:
+        parts = []
+    return next(filter(None, (find_misfit(*part) for part in parts)), "")
 
 
 def check_files(checkpoint: Path, state: dict[str, Any]) -> None:
@@ -101,8 +165,14 @@ def check_files(checkpoint: Path, state: dict[str, Any]) -> None:
     """
     for name, digest in state["files"].items():
         path = checkpoint / name
-        if not path.is_file():
+        if not is_plain(name):
+            raise CheckpointError(f"{checkpoint / STATE} names {name!r}, which is not a file of its folder")
+        if not path.exists():
             raise CheckpointError(f"{path} does not exist")
+        if path.suffix == ".safetensors":
+            read_shapes(path)  # first, since to read a file of any size to its end may take long
+        elif path.stat().st_size > MOST_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, expected at most {MOST_BYTES:,}")
         found = compute_digest(path)
         if found != digest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, in {checkpoint / STATE} {digest}")
@@ -127,16 +197,20 @@ def load_checkpoint(run: Run, checkpoint: Path, state: dict[str, Any]) -> None:
         states = [numbers[name] | arrays.get(name, {}) for name in list_parameter_names(run)]
         run.optimizer.load_state_dict({"groups": state["optimizer"]["groups"], "state": states})
         run.batches.load_state_dict(state["data"])
-        saved = [state["generators"][name] for name in generators]
-        run.step = state["step"]
-    except (KeyError, TypeError, ValueError) as error:
+        for name, generator in generators.items():
+            restore_generator(copy.deepcopy(generator), state["generators"][name])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise CheckpointError(f"{checkpoint} does not belong to this run: {reason}") from error
+    logs = (run.log, run.samples)
+    for log in logs:
+        log.read(state["step"])  # all is read before anything is changed
     run.model.load(checkpoint / "model.safetensors")
-    for generator, of_generator in zip(generators.values(), saved, strict=True):
-        generator.bit_generator.state = of_generator
-    run.log.rewind(run.step)
-    run.samples.rewind(run.step)
+    for name, generator in generators.items():
+        restore_generator(generator, state["generators"][name])
+    run.step = state["step"]
+    for log in logs:
+        log.rewind(run.step)
 
 
 def list_parameter_names(run: Run) -> list[str]:
@@ -198,10 +272,14 @@ def rebuild_model(checkpoint: Path, state: dict[str, Any]) -> GPT:
     try:
         if not saved["rebuild"]:
             raise ValueError(f"a {kind} with modules of your own")
+        if wrong := find_misfit(saved, GPT_FORM, "model"):
+            raise ValueError(wrong)
+        find_end_ids(saved["special_ids"], saved["generation_config"])
+        check_choice(dtypes[0] if len(dtypes) == 1 else dtypes, ("float32", "float64", "float16"), "dtypes")
         model_config = GPTConfig.from_dict(config)
         model_config.check_size(read_shapes(checkpoint / "model.safetensors"))
         model = GPT(model_config).astype(*dtypes)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         reason = f"{checkpoint} is of a model that cannot be rebuilt ({error})"
         raise CheckpointError(
             f"{reason}: in Python, pass it again as model=, as in tg.training.load_trained(folder, model=...)"
@@ -220,14 +298,7 @@ def read_state_and_model(checkpoint: Path, model: Any = None) -> tuple[dict[str,
     Raises:
         CheckpointError: not a checkpoint, or one of another model than the given one, or of one that must be given.
     """
-    path = checkpoint / STATE
-    if not path.exists():
-        raise CheckpointError(f"{checkpoint} is not a checkpoint of a run: it contains no {STATE}")
-    state = read_json(path)
-    wrong = ", ".join(name for name in NEEDED if name not in state)
-    if wrong:
-        raise CheckpointError(f"{path} is not the state of a run: it lacks {wrong}")
-    check_files(checkpoint, state)
+    state = read_state(checkpoint)
     if model is None:
         model = rebuild_model(checkpoint, state)
     elif wrong := list_differences(state["model"]["identity"], describe_model(model)["identity"]):
@@ -237,8 +308,8 @@ def read_state_and_model(checkpoint: Path, model: Any = None) -> tuple[dict[str,
         options |= {name: getattr(model.config, name) for name in MODEL_NAMES if name != "block_size"}
     try:
         return state, TrainConfig(**options), model
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not the state of a run: {error!r}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{checkpoint / STATE} is not the state of a run: {error}") from error
 
 
 def resume_run(
@@ -280,7 +351,10 @@ def resume_run(
             f"{checkpoint} was trained on another text: {described['characters']} characters, SHA-256 "
             f"{described['sha256']}; now {found['characters']}, {found['sha256']}"
         )
-    run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, model, workers)
+    try:
+        run = Run(config, source, tokenizer or load_tokenizer(checkpoint), checkpoint.parent, model, workers)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint} cannot be resumed: {error}") from error
     load_checkpoint(run, checkpoint, state)
     before, now = stored.lr(step), config.lr(step)
     if now != before:
