@@ -83,6 +83,38 @@ EQUIVALENT = {
     "files/huggingface.py: for name, part in zip(names, parts, strict=True):": (
         "both have the number of names, whatever `strict` says"
     ),
+    'viz/diagram/dot.py: weight = WEIGHTS.get(edge.kind, 1) + 2 * (edge.kind == "data" and only_way_out)': (
+        "a matter of taste: how straight an arrow is"
+    ),
+    "viz/diagram/heat.py: return max(34, 6 * widest + 4), 15 if table.second else 17": (
+        "a matter of taste: the size of cells"
+    ),
+    "viz/diagram/heat.py: text, points = write_value(x, factor), min(9, size[1] - 1)": (
+        "a matter of taste: the size of letters"
+    ),
+    "viz/diagram/heat.py: linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)": (
+        "a channel is a multiple of 1/255, never 0.04045"
+    ),
+    "check/dependence.py: by_derivative, by_change = self.derivative > self.limit, self.change > self.limit": (
+        "numbers are never exactly equal to a threshold"
+    ),
+    "check/dependence.py: matrix = (derivative > limit) | (change > limit)": (
+        "numbers are never exactly equal to a threshold"
+    ),
+    "check/claims.py: seen = (measure_influence(c, big, facts.seed, HUGE, **options) > CLOSE) & hidden": (
+        "numbers are never exactly equal to a threshold"
+    ),
+    "check/dependence.py: for new in [*(row + step * rng.standard_normal(row.shape) for step in STEPS), -row]:": (
+        "random changes of any sizes show a dependence"
+    ),
+    "check/diagnosis.py: rounding = np.finfo(root.dtype).eps * np.abs(root.numpy()).max(initial=0.0)": (
+        "`initial` decides for an empty loss only, and backward refuses that"
+    ),
+    "check/gradient_check.py: variables = {name: x for name, x in zip(names, arguments, strict=True) "
+    "if is_floating(x)} | parameters": "both have the number of arguments, whatever `strict` says",
+    'check/conformance.py: example = dict(zip(["x"] if c.takes_rows else ["q", "k", "v"], inputs, strict=True))': (
+        "both have one length, whatever `strict` says"
+    ),
     'viz/diagram/dot.py: ranges = [font(f"value {extent(value)}", 9, GREY), '
     'font(f"gradient {extent(gradient)}", 9, GRADIENT_INK)]': "a matter of taste: the size of letters",
     "viz/diagram/fold.py: most = MOST_IN_A_GRADIENT if user.backward else MOST_IN_A_FORMULA": (

@@ -451,6 +451,9 @@ def test_keep_mask_multiplies_the_weights_and_must_broadcast_to_them(rng):
     y, trace = nn.attention(q, k, v, keep_mask=keep, trace=True)
     close(y, (trace.weights.data * keep) @ v.data)
     close(trace.weights.data.sum(-1), np.ones((B, H, T_Q)))
+    for shape in [(1, 7), (5, 1), (3, 1, 7)]:
+        y = nn.attention(q, k, v, keep_mask=np.full(shape, 2.0))
+        np.testing.assert_allclose(y.numpy(), 2.0 * nn.attention(q, k, v).numpy(), rtol=1e-13)
     with pytest.raises(ValueError, match=r"keep_mask must broadcast to the weights, \(2, 3, 5, 7\), got \(7, 5\)"):
         nn.attention(q, k, v, keep_mask=np.ones((T_K, T_Q)))
 

@@ -54,6 +54,25 @@ def test_a_correct_attention_passes(case):
     assert any(finding.status == "passed" for finding in verdict.findings)
 
 
+@pytest.mark.parametrize(("seen", "cause"), [(4, "the window is off by one"), (7, "the window is ignored")])
+def test_the_cause_of_a_wrong_window_is_its_length(seen, cause):
+    def candidate(q, k, v, window=3):
+        back = np.arange(q.shape[-2])[:, None] - np.arange(k.shape[-2])
+        scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        return softmax(np.where((back >= 0) & (back < seen), scores, -np.inf)) @ v
+
+    verdict = tg.check.attention(candidate)
+    assert [f.cause for f in verdict.failed if f.name == "window"] == [cause]
+
+
+def test_a_division_by_the_root_of_the_number_of_keys_is_named():
+    def candidate(q, k, v):
+        return softmax(q @ k.swapaxes(-1, -2) * k.shape[-2] ** -0.5) @ v
+
+    causes = [finding.cause for finding in tg.check.attention(candidate).failed]
+    assert causes == ["the scores are divided by the square root of the number of keys"]
+
+
 def test_the_registry_is_as_large_as_promised():
     assert len(FAULTS) >= 30
     assert len(VARIANTS) >= 14

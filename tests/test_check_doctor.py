@@ -124,6 +124,18 @@ def test_frozen_layers_in_eval_mode_are_sound():
     assert d.ok, d
 
 
+def test_a_part_of_a_trained_layer_in_eval_mode_is_reported():
+    model = gpt(dropout=0.1)
+    model.h[0].attn.eval()
+    d = diagnose(model, lambda model, _: model.loss(IDS[:, :-1], IDS[:, 1:]).backward())
+    only(d, "mode", "eval mode in a training step", "h.0.attn.heads.dropout")
+
+
+def test_targets_that_equal_the_positions_are_no_copy_of_the_inputs():
+    d = diagnose(gpt(), lambda model, _: model.loss(IDS[0], np.arange(7)).backward())
+    assert d.ok, d
+
+
 def test_accumulated_gradients_in_one_step_are_sound():
     model = gpt()
     optimizer = optim.SGD(model.parameters(), lr=0.1)

@@ -457,6 +457,9 @@ def test_every_start_is_drawn_and_targets_are_the_next_tokens():
 
 
 def test_the_shortest_text_gives_its_one_window():
+    x, y = next(Batches(np.arange(6), block_size=1, batch_size=1))
+    assert (x + 1 == y).all()
+    assert x.shape == (1, 1)
     x, y = next(Batches(np.arange(6), block_size=5, batch_size=2))
     assert x.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert y[0, -1] == 5

@@ -143,10 +143,17 @@ def test_brackets_appear_only_where_they_are_needed():
         (a * 6**0.5, "√6 · a"),
         (a @ c * 0.25, "scaled: a @ c / 4"),
         (a @ c * 11**-0.5, "scaled: a @ c / √11"),
+        (a / 1100, "a / 1100"),
         (a @ c * 0.3, "0.3 · (a @ c)"),
         ((a @ b @ c) * 0.1, "0.1 · (matmul @ c)"),
     ):
         assert " ".join(boxes(tg.graph(y))["output"].lines).removeprefix("output: ") == formula
+
+
+def test_leading_axes_that_are_whole_are_written_as_an_ellipsis():
+    x = tg.Tensor(np.ones((2, 3, 5)), requires_grad=True, name="x")
+    for y, formula in [(x[:, :, 1], "x[…, 1]"), (x[:, :, 1:], "x[…, 1:]"), (x[:, 1], "x[:, 1]"), (x[0], "x[0]")]:
+        assert boxes(tg.graph(y))["output"].lines == [f"output: {formula}"]
 
 
 def test_constants_are_part_of_formulas_and_never_boxes():

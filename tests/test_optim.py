@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import itertools
 import math
 
@@ -487,6 +488,15 @@ def test_invalid_schedules_are_refused(arguments):
 TORCH_NAMES = {"sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9, "weight_decay": 0.1})}
 TORCH_NAMES |= {"adam": ("Adam", {"weight_decay": 0.1})}
 TORCH_NAMES |= {"adamw": ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)})}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_defaults_are_those_of_torch(name):
+    torch = pytest.importorskip("torch")
+    ours = {k: p.default for k, p in inspect.signature(getattr(tg.optim, name)).parameters.items()}
+    theirs = {k: p.default for k, p in inspect.signature(getattr(torch.optim, name)).parameters.items()}
+    for option in ("lr", "betas", "eps", "weight_decay"):
+        assert ours[option] == theirs[option], option
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -77,6 +77,12 @@ def test_traces_of_an_attention_and_of_a_gpt_are_accepted(model, rng):
     assert np.array_equal(stack[2], trace.attention[2].weights.data)
 
 
+def test_one_layer_has_no_label_of_its_own(rng):
+    plot = tg.viz.heatmap(rng.dirichlet(np.ones(5), size=(1, 2, 5)), WORDS)
+    assert "head 2" in texts(plot)
+    assert "layer 1" not in texts(plot)
+
+
 def test_nan_is_black_and_gaps_are_white():
     colours = figures.make_colormap("attention")
     assert colours(np.nan) == matplotlib.colors.to_rgba(heat.INK)
