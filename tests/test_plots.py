@@ -252,7 +252,7 @@ def test_the_lens_names_tokens_and_layers(model):
     tokenizer = tg.data.CharTokenizer.of("abcdefghijkl\n")
     ids = tokenizer.encode("bad\n")
     plot = tg.viz.plot_logit_lens(model, ids[None], tokenizer)
-    assert labels(plot.axes[0].yaxis) == ["embedding", "block 0", "block 1", "block 2"]
+    assert labels(plot.axes[0].yaxis) == ["embedding", "layer 1", "layer 2", "layer 3"]
     assert labels(plot.axes[0].xaxis) == ["b", "a", "d", "⏎"]
     likely, probability = layer_predictions.predict_from_layers(model, ids)
     cells = [text.get_text() for text in plot.axes[0].texts]
@@ -327,3 +327,34 @@ def test_other_names_are_not_plots():
     with pytest.raises(AttributeError, match="heatmaps"):
         _ = tg.viz.heatmaps
     assert {"heatmap", "plot_losses", "walkthrough", "graph"} <= set(dir(tg.viz))
+
+
+def test_many_heads_of_one_layer_are_in_several_lines_with_a_title_and_names_each(rng):
+    weights = rng.dirichlet(np.ones(7), size=(11, 7))
+    plot = tg.viz.heatmap(weights, list("abcdefg"))
+    (axes, _) = plot.axes
+    assert {f"head {i}" for i in range(1, 12)} <= set(texts(plot))
+    corners = sorted((round(p.get_y() + 0.5), round(p.get_x() + 0.5)) for p in axes.patches)
+    shown = image(plot)
+    for head, (row, column) in enumerate(corners):
+        assert np.array_equal(shown[row : row + 7, column : column + 7], weights[head])
+    lines = len({row for row, _ in corners})
+    assert lines > 1
+    assert labels(axes.yaxis) == list("abcdefg") * lines
+
+
+def test_names_that_do_not_fit_are_left_out_with_a_warning(rng):
+    with pytest.warns(UserWarning, match=r"the names of 9 tokens do not fit at 12 panels .* plot fewer tokens"):
+        plot = tg.viz.heatmap(rng.dirichlet(np.ones(9), size=(12, 12, 9)), list("abcdefghi"))
+    assert labels(plot.axes[0].xaxis) == []
+
+
+@pytest.mark.parametrize(("heads", "n"), [(2, 3), (3, 11), (1, 23), (13, 5)])
+def test_all_texts_of_a_heatmap_are_inside_of_the_plot(rng, heads, n):
+    plot = tg.viz.heatmap(rng.dirichlet(np.ones(n), size=(heads, n)), [f"a long word {i}" for i in range(n)])
+    plot.draw_without_rendering()
+    for text in plot.findobj(Text):
+        if text.get_text() and text.get_visible():
+            box = text.get_window_extent()
+            assert min(box.x0, box.y0) >= -1, text
+            assert max(box.x1 - plot.bbox.x1, box.y1 - plot.bbox.y1) <= 1, text

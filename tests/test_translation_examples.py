@@ -225,26 +225,16 @@ def test_without_positions_the_order_of_the_words_changes_no_answer(corpus):
     np.testing.assert_allclose(model(ids).numpy()[order], model(ids[order]).numpy()[:4], atol=1e-5)
 
 
-def test_chinese_is_drawn_with_every_character(corpus, tmp_path):
-    """matplotlib warns about each character that the font lacks, and warnings are errors in tests."""
+def test_the_alignment_is_a_heat_map_of_written_and_read_words(corpus, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    try:
-        pictures.find_chinese_font()
-    except pictures.MissingFontError as error:
-        pytest.skip(str(error))
-    model = g_encoder_decoder.build(corpus)
-    pictures.draw_alignment(model, corpus, [["two", "million"], ["seven"]], tmp_path / "alignment.png")
-    assert (tmp_path / "alignment.png").stat().st_size > 10_000
-
-
-def test_a_missing_font_is_reported_with_what_to_install(corpus, tmp_path, monkeypatch, capsys):
-    manager = pytest.importorskip("matplotlib.font_manager")
-    monkeypatch.setattr(manager.fontManager, "ttflist", [])
-    with pytest.raises(pictures.MissingFontError, match="fonts-noto-cjk"):
-        pictures.find_chinese_font()
-    ladder.draw_alignment_if_possible(g_encoder_decoder.build(corpus), corpus, [["two"]], tmp_path / "alignment.png")
-    assert "install Noto Sans CJK" in capsys.readouterr().err
-    assert not (tmp_path / "alignment.png").exists()
+    shown = {}
+    draw = tg.viz.heatmap
+    monkeypatch.setattr(tg.viz, "heatmap", lambda *given, **options: shown.update(options) or draw(*given, **options))
+    sentences = [["two", "million"], ["seven"]]
+    pictures.draw_alignments(g_encoder_decoder.build(corpus), corpus, sentences, tmp_path / "alignment.png")
+    assert shown["keys"] == ["seven"]
+    assert shown["axes_names"] == ("written", "read")
+    assert {file.name for file in tmp_path.iterdir()} == {"alignment_1.png", "alignment_2.png"}
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -793,3 +793,20 @@ def test_a_constant_has_one_title_and_belongs_to_tokens_only_where_scores_are_ma
     assert "constant_2" not in matrices
     assert matrices["constant_1"]["tokens"] == [False, False]
     assert not matrices["K_gain"]["cached"]
+
+
+@pytest.mark.parametrize("path", ["per_head", "edit"])
+def test_attention_weights_are_known_as_such_whichever_way_an_attention_shows_its_steps(rng, path):
+    class Shown(tg.nn.Module):
+        """An attention that shows its steps to `edit` only."""
+
+        def __init__(self, attention):
+            self.attention = attention
+
+        def forward(self, x, edit=None):
+            return self.attention(x, causal=True, edit=edit)
+
+    mha = tg.nn.MultiHeadAttention(5, n_head=2, d_k=7, d_v=11, rng=0)
+    page = tg.walkthrough(mha if path == "per_head" else Shown(mha), rng.standard_normal((3, 5)))
+    matrices = block(page, "data")["matrices"]
+    assert [matrices[name]["kind"] for name in ("S_1", "S_2", "H_1")] == ["attention", "attention", ""]

@@ -601,3 +601,53 @@ def test_in_the_lab_a_number_is_edited_and_the_verdict_follows_the_mask(lab):
     lab.wait_for("causal")
     errors = [e for e in lab.errors() if "400 (Bad Request)" not in e["message"]]  # the refused d_k
     assert errors == []
+
+
+@pytest.fixture
+def narrow(browser):
+    """A phone: 390 pixels wide."""
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield browser
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("n", [5, 23])
+def test_on_a_phone_the_brackets_of_a_function_stay_beside_its_matrix(narrow, opened, mha, rng, n):
+    page = opened(tg.walkthrough(mha, rng.standard_normal((n, 5))))
+    page.go(7)  # softmax( masked ) = S
+    before, after = (sign.rect for sign in page.find(".group.call > .sign"))
+    matrix = page.find(".group.call > figure")[0].rect
+    for sign in (before, after):
+        assert matrix["y"] < sign["y"] + sign["height"] / 2 < matrix["y"] + matrix["height"]
+    assert before["x"] < matrix["x"] < matrix["x"] + matrix["width"] < after["x"] + 1
+    for step in range(1, 11):
+        page.go(step)
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_on_a_phone_a_matrix_shows_its_numbers_if_they_fit(narrow, opened, mha, x):
+    page = opened(tg.walkthrough(mha, x))
+    page.go(10)  # Y = Concat @ W_O: the 22 columns of Concat leave no room for numbers, the 5 of the others do
+    shown = {
+        f.get_attribute("data-name"): len(f.find_elements(By.CSS_SELECTOR, ".cell"))
+        for f in page.find("#equations figure")
+    }
+    assert shown == {"Concat": 0, "W_O": 22 * 5, "Y": 5 * 5}
+
+
+def test_on_a_phone_the_hint_does_not_cover_the_page(narrow, opened, mha, x):
+    page = opened(tg.walkthrough(mha, x))
+    assert page.run("return getComputedStyle(document.getElementById('status')).position") == "static"
+
+
+def test_negative_numbers_are_marked_where_only_colours_are_shown(narrow, opened, mha, x):
+    page = opened(tg.walkthrough(mha, x))
+    page.go(10)
+    marked = page.run(
+        """const row = document.querySelector('#equations figure[data-name=Concat] canvas'), side = row.height;
+        const pixels = row.getContext('2d').getImageData(0, 0, row.width, side).data;
+        const pixel = (x, y) => pixels.slice(4 * (y * row.width + x), 4 * (y * row.width + x) + 3).join();
+        return Array.from({length: row.width / side}, (_, j) => pixel(j * side + 3, 4) !== pixel(j * side + 3, 1));"""
+    )
+    assert marked == (mha(x, causal=True, trace=True)[1].concat.numpy()[0] < 0).tolist()

@@ -104,9 +104,10 @@ def write_shape(lengths: tuple[int, ...]) -> str:
 
 
 def write_constant(x: Any) -> Formula:
-    """A number by its digits, consecutive integers as a range, other arrays by their shape."""
-    if np.ndim(x) == 0:
-        return Formula(write_number(float(x)), ATOM if float(x) >= 0 else SIGN)
+    """One number by its digits, consecutive integers as a range, other arrays by their shape."""
+    if np.size(x) == 1:
+        number = float(np.asarray(x).item())
+        return Formula(write_number(number), ATOM if number >= 0 else SIGN)
     if is_range(x):
         return Formula(f"{x[0]}…{x[-1]}")
     return Formula(f"{'condition' if x.dtype.kind == 'b' else 'constant'} {write_shape(x.shape)}")

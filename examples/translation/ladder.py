@@ -5,12 +5,11 @@
     python examples/translation/ladder.py --only a g            # some rungs
     python examples/translation/ladder.py --pairs FILE.tsv      # on real sentences
 
-`--out FOLDER` writes ladder.json (all results), ladder.md (the table), accuracy_by_length.png, alignment.png and the
-weights of the last rung. Rungs whose results are in the folder are not run again, so an interrupted run can be
-continued. The seed is fixed in advance, and no rung is tuned on its own.
+`--out FOLDER` writes ladder.json (all results), ladder.md (the table), accuracy_by_length.png, the pictures
+alignment_1.png and so on, and the weights of the last rung. Rungs whose results are in the folder are not run again, so
+an interrupted run can be continued. The seed is fixed in advance, and no rung is tuned on its own.
 """
 
-import sys
 from pathlib import Path
 
 import a_per_word
@@ -81,15 +80,7 @@ def write_report(rows, corpus, args):
         model = g_encoder_decoder.build(corpus, args.seed)
         model.load(folder / WEIGHTS)
         chosen = [pair.source for pair in corpus.test[:3]] if args.pairs else [s.split() for s in SENTENCES]
-        draw_alignment_if_possible(model, corpus, chosen, folder / "alignment.png")
-
-
-def draw_alignment_if_possible(model, corpus, sentences, path):
-    """Draw the alignment, or print why it cannot be drawn."""
-    try:
-        pictures.draw_alignment(model, corpus, sentences, path)
-    except pictures.MissingFontError as error:
-        print(f"no {path}: {error}", file=sys.stderr)
+        pictures.draw_alignments(model, corpus, chosen, folder / "alignment.png")
 
 
 if __name__ == "__main__":

@@ -7,26 +7,6 @@ import numpy as np
 
 import tinygrad_mha as tg
 
-# Fonts with Chinese characters; the first that is installed is used.
-CHINESE_FONTS = [
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",  # matplotlib knows the font collection by this name
-    "Noto Serif CJK SC",
-    "Noto Serif CJK JP",
-    "Source Han Sans SC",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "AR PL UMing CN",
-    "PingFang SC",
-    "Heiti SC",
-    "Microsoft YaHei",
-    "SimHei",
-]
-
-
-class MissingFontError(RuntimeError):
-    """No font with Chinese characters is installed."""
-
 
 def import_pyplot():
     """Return matplotlib.pyplot with a backend for files, or None and print a hint if it is not installed."""
@@ -39,25 +19,6 @@ def import_pyplot():
     import matplotlib.pyplot as plt
 
     return plt
-
-
-def find_chinese_font():
-    """Return the name of an installed font with Chinese characters.
-
-    Raises:
-        MissingFontError: none is installed; the message says what to install.
-    """
-    from matplotlib import font_manager
-
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    for name in CHINESE_FONTS:
-        if name in installed:
-            return name
-    raise MissingFontError(
-        "no font with Chinese characters is installed: install Noto Sans CJK (Debian and Ubuntu: "
-        "apt-get install fonts-noto-cjk), or one of " + ", ".join(CHINESE_FONTS[4:]) + ". If it is installed already, "
-        "matplotlib's list of fonts is out of date: delete fontlist*.json in matplotlib.get_cachedir()"
-    )
 
 
 def draw_accuracy(rows, path):
@@ -82,26 +43,19 @@ def draw_accuracy(rows, path):
 
 
 @tg.no_grad
-def draw_alignment(model, corpus, sentences, path):
-    """Draw the last cross-attention, averaged over its heads: rows are target words, columns source words."""
-    plt = import_pyplot()
-    if plt is None:
+def draw_alignments(model, corpus, sentences, path):
+    """Draw the last cross-attention, averaged over its heads, one picture for each sentence: rows are written words."""
+    if import_pyplot() is None:
         return
-    font = find_chinese_font()
-    figure, panels = plt.subplots(1, len(sentences), figsize=(5.2 * len(sentences), 5.4), layout="constrained")
-    for axes, words in zip(np.atleast_1d(panels), sentences, strict=True):
+    for i, words in enumerate(sentences, 1):
         src = np.array(corpus.source.encode(words))
         answer = model.generate(src, max_new_tokens=corpus.max_len - 1)  # read below, after `start`
-        read = np.concatenate([[model.start], answer])
-        _, trace = model(src, read, trace=True)
+        _, trace = model(src, np.concatenate([[model.start], answer]), trace=True)
         weights = trace.cross[-1].weights.numpy()[0].mean(axis=0)
-        axes.imshow(weights, cmap="Purples", vmin=0, vmax=1, aspect="auto")
-        axes.set_xticks(range(len(words)), words, rotation=60, ha="right")
-        # Row i is the step that predicts word i.
-        axes.set_yticks(range(len(read)), [*corpus.target.decode(answer), "end"], fontfamily=[font, "DejaVu Sans"])
-        axes.set_title("".join(corpus.target.decode(answer)), fontfamily=[font, "DejaVu Sans"])
-    figure.supylabel("written")
-    save(plt, figure, path)
+        written = [*corpus.target.decode(answer), "end"]  # row i is the step that predicts word i
+        file = path.with_stem(f"{path.stem}_{i}")
+        tg.viz.heatmap(weights, written, keys=words, path=file, axes_names=("written", "read"))
+        print(f"wrote {file}")
 
 
 def save(plt, figure, path):

@@ -18,7 +18,7 @@ import numpy as np
 
 from tinygrad_mha.notation import POWER, PRODUCT, SUM, Formula, write_call, write_constant
 from tinygrad_mha.viz.diagram.formulas import make_call
-from tinygrad_mha.viz.diagram.record import Run, Value
+from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value
 from tinygrad_mha.viz.diagram.roles import find_dependents
 
 __all__ = ["Equation", "EquationWriter", "Json", "as_matrix", "write_walks"]
@@ -245,7 +245,10 @@ def describe_matrix(title: str, value: Value, gradient: Value | None, is_step: b
     """
     kind = "parameter" if value.requires_grad else "constant"
     if is_step:
-        kind = {"X": "input", "Y": "output"}.get(title, "attention" if value.has_kind("distribution") else "")
+        origin = value
+        while origin.has_kind(*RESHAPING):  # the weights of one head, taken from those of all
+            origin = origin.sources[0]
+        kind = {"X": "input", "Y": "output"}.get(title, "attention" if origin.has_kind("distribution") else "")
     is_table = is_table and kind == "constant"
     zeros = np.zeros_like(as_matrix(value.array)) if value.requires_grad else None
     return {

@@ -70,7 +70,8 @@ function drawTokens() {
 }
 
 function drawHeads() {
-  const grid = make('div', 'heads'), size = Math.max(18, Math.min(64, Math.floor(900 / weights[0].length)));
+  const grid = make('div', 'heads'), across = Math.min(900, get('heads').clientWidth - 76);
+  const size = Math.max(18, Math.min(64, Math.floor(across / weights[0].length) - 20));
   grid.style.gridTemplateColumns = `auto repeat(${weights[0].length}, auto)`;
   grid.append(make('span'), ...weights[0].map((_, h) => make('span', '', {}, weights[0].length > 16 ? h + 1 : `${say('head')} ${h + 1}`)));
   weights.forEach((heads, l) => grid.append(make('span', '', {}, say('layer', {layer: l + 1})), ...heads.map((_, h) => drawHead(l, h, size))));

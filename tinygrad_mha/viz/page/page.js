@@ -88,12 +88,16 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
     [canvas.width, canvas.height] = turned ? [1, row.length] : [row.length, 1];
     canvas.style.width = size.w * canvas.width + 'px';
     canvas.style.height = size.h * canvas.height + 'px';
-    const context = canvas.getContext('2d'), image = context.createImageData(canvas.width, canvas.height);
+    const context = canvas.getContext('2d'), side = !small && Math.min(size.w, size.h) >= 8 ? 8 : 1; // pixels of a cell
+    [canvas.width, canvas.height] = [canvas.width * side, canvas.height * side];
     row.forEach((v, j) => {
-      const rgb = present(m, j) && colour(v, most, which);
-      if (rgb) image.data.set([...rgb, 255], 4 * j);
+      const rgb = present(m, j) && colour(v, most, which), [x, y] = turned ? [0, j * side] : [j * side, 0];
+      if (!rgb) return;
+      context.fillStyle = css(rgb);
+      context.fillRect(x, y, side, side);
+      context.fillStyle = ink(rgb) === '#000' ? 'rgba(0, 0, 0, .6)' : 'rgba(255, 255, 255, .7)';
+      if (v < 0 && side > 1) context.fillRect(x + 2, y + 4, 4, 1); // the sign, for readers who do not see the colour
     });
-    context.putImageData(image, 0, 0);
     return canvas;
   }
 
@@ -155,6 +159,10 @@ const LABEL = Math.min(longest, 92) + 6; // the width of the tokens next to rows
 const upright = w => w < Math.min(longest, 54); // tokens above narrow columns are written vertically
 const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 76) + 2 : 20); // no tokens above very narrow columns
 
+/** The width of what stays beside a matrix in its line: the name of a function, and the brackets. */
+const callWidth = terms => (terms.some(t => !t.name && t.endsWith('(')) ? terms : [])
+  .reduce((a, t) => a + (t.name || t === '=' ? 0 : 18 + 1.3 * widthOf(t)), 0);
+
 /** The sizes of the cells of an equation's matrices, such that the equation fits in one line if possible. */
 function sizes(terms, width) {
   const figures = terms.filter(t => t.name).map(({name, turned}) => {
@@ -167,11 +175,12 @@ function sizes(terms, width) {
   const taken = sum(figures, f => f.label + 12) + sum(wide, f => f.across * f.w)
     + sum(terms.filter(t => !t.name), text => 18 + 1.3 * widthOf(text));
   let w = (width - taken) / Math.max(1, sum(narrow, f => f.across * 1.04));
-  if (w < 29) w = Math.min(44, ...narrow.map(f => (width - f.label - 20) / (f.across * 1.04))); // in several lines
+  const beside = callWidth(terms) + 20, isSplit = w < 29; // in several lines: each matrix as wide as its line allows
   for (const f of figures) {
+    if (isSplit && f.across <= 26) w = Math.min(44, (width - f.label - beside) / (f.across * 1.04));
     f.h = f.down <= 8 ? 28 : f.down <= 16 ? 24 : f.down <= 30 ? 16 : Math.max(f.label ? 10 : 2, Math.floor((f.label ? 420 : 384) / f.down));
     f.digits = f.w || w < 29 || f.h < 16 ? 0 : w < 52 ? 2 : 4;
-    f.w ??= f.digits ? Math.floor(Math.min(62, w)) : Math.max(4, Math.min(16, (width - f.label) / f.across));
+    f.w ??= f.digits ? Math.floor(Math.min(62, w)) : Math.max(4, Math.min(16, (width - f.label - beside) / f.across));
   }
   return figures;
 }
@@ -185,6 +194,7 @@ function drawEquation(text) {
   let group; // a line may break before a term of a sum and before the result
   for (const term of terms) {
     if (!group || ['=', '+', '|'].includes(term)) line.append(group = make('div', 'group'));
+    if (!term.name && term.endsWith('(')) group.classList.add('call');
     group.append(term.name ? drawMatrix(term.name, sized.shift(), term) : make('span', 'sign', {}, ...sign(term)));
   }
   group.classList.add('result');
@@ -365,6 +375,7 @@ function listed(rows) {
 /** The status line: the row pointed at in words, and the number under the pointer. `cell`: {figure, column}. */
 function drawStatus(cell = null) {
   for (const element of document.querySelectorAll('.factor')) element.classList.remove('factor');
+  get('status').classList.toggle('hint', !pointed);
   if (!pointed) return get('status').replaceChildren(say('hint'));
   const {name, row, gradient} = pointed, every = [...tokens.keys()];
   const parts = [make('b', '', {}, rowName(name, row)), ' ', title(name, gradient)];

@@ -41,7 +41,7 @@ def plot_logit_lens(model: GPT, ids: Any, tokenizer: Any = None, path: str | os.
         return str(i) if tokenizer is None else show_token(tokenizer.decode([i]))
 
     likely, probability = predict_from_layers(model, idx)
-    rows = ["embedding", *(f"block {i}" for i in range(len(likely) - 1))]
+    rows = ["embedding", *(f"layer {i}" for i in range(1, len(likely)))]
     longest = max(len(name(i)) for i in {*likely.ravel().tolist(), *idx.tolist()})
     plot = new_plot(len(idx) * max(0.34, 0.085 * longest + 0.12) + 2, len(rows) * 0.32 + 1.1)
     axes = plot.subplots()
