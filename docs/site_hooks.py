@@ -119,7 +119,8 @@ def escape_text(docstring: str) -> str:
     for line in docstring.split("\n"):
         example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
         if not example:
-            argument, text = re.fullmatch(r"(\s*\**\w+:)?(.*)", line).groups("")
+            argument, text = re.fullmatch(r"(\s*\**\w+(?:, \w+)*:)?(.*)", line).groups("")
+            argument = argument.replace(", ", ",\u00a0")  # several names, not a name and its type
             parts = re.split(r"(`[^`]*`)", text)  # every second part is code
             parts[::2] = [re.sub(r"([*_\[\]])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
             line = argument + "".join(parts)
