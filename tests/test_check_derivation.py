@@ -76,6 +76,12 @@ def test_right_formulas_pass_in_the_order_of_the_backward_pass():
         ("dM", lambda dP, P: np.where(ALLOW, RIGHT["dM"](dP, P), 1), "it is not 0 where it must be: a mask is missing"),
         ("dX", lambda dQ, W_Q, dV, W_V: dQ @ W_Q.T + dV @ W_V.T, "what comes through K is missing"),
         ("dX", lambda dV, W_V: dV @ W_V.T, "what comes through Q, K is missing"),
+        (
+            "dX",
+            lambda dQ, dK, W_Q, W_K: dQ @ W_Q.T - 2 * dK @ W_K.T,
+            "what comes through V is missing; what comes through K times -2 should come once",
+        ),
+        ("dK", lambda dS, K: dS.T @ K / D**0.5, "with Q in place of K it is right"),
         ("dX", lambda **_: np.ones((T, C)), ""),
         ("dX", lambda **_: np.full((T, C), np.nan), ""),
         ("dW_Q", lambda dQ, X: X @ dQ, "an operand is transposed: with X.mT in place of X it is right"),

@@ -29,7 +29,6 @@ __all__ = ["DerivationVerdict", "derivation"]
 TOLERANCE = 1e-8  # relative to the largest element of the right gradient
 MOST_REDUCTIONS = 4  # of a formula, the axes of the first sums and means are tried
 MOST_ELEMENTS = 1000  # of a stage with more, it is not tried whether a formula derives each by its own alone
-MOST_PATHS = 5  # of a stage with more users, it is not tried which of them a formula leaves out
 
 
 @dataclass(repr=False)
@@ -270,9 +269,10 @@ def judge(
         return Finding(name, "does not apply", reason, details=details)
     repairs = itertools.chain(
         formula.list_changes(),
-        list_repairs(name, given, right, formula.arrays(), parts),
-        list_missing_paths(given, parts),
+        list_repairs(name, given, right, formula.arrays()),
+        list_paths(given, right, parts),
         list_missing_elements(given, others),
+        formula.list_substitutes(),
     )
     cause = next((words for words, array in repairs if is_right(array)), "")
     if not fits:
@@ -328,9 +328,16 @@ class Formula:
                 result = self.compute(**{key: reductions.watch(x) for key, x in operands.items()})
                 yield f"{reductions.change} is right", result
         for key, x in operands.items():
-            with contextlib.suppress(Exception):  # shapes may not fit
-                words = f"an operand is transposed: with {key}.mT in place of {key} it is right"
-                yield words, self.compute(**{key: x.mT})
+            yield from self._replace(key, x.mT, f"an operand is transposed: with {key}.mT")
+
+    def list_substitutes(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Another array in place of an argument."""
+        for key, (other, x) in itertools.product(self.arguments, self.arrays().items()):
+            yield from self._replace(key, x, f"with {other}")
+
+    def _replace(self, key: str, x: np.ndarray, words: str) -> Iterator[tuple[str, np.ndarray]]:
+        with contextlib.suppress(Exception):  # shapes may not fit
+            yield f"{words} in place of {key} it is right", self.compute(**{key: x})
 
 
 class Reductions:
@@ -371,7 +378,6 @@ def list_repairs(
     given: np.ndarray,
     right: np.ndarray,
     arrays: dict[str, np.ndarray],
-    parts: list[tuple[str, np.ndarray]],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Simple changes of what a formula gave: in words, and the result. `arrays` are what it could use."""
     yield f"the sign: -{name} is right", -given
@@ -394,7 +400,8 @@ def list_repairs(
         yield f"a factor of {words} is missing", factor * given
     alike = {key: array for key, array in arrays.items() if array.ndim and is_broadcast_to(array.shape, given.shape)}
     yield from ((f"a factor {key} is missing", given * array) for key, array in alike.items())
-    yield from ((f"a factor 1 / {key} is missing", given / array) for key, array in alike.items() if array.all())
+    for key, array in alike.items():
+        yield f"a factor 1 / {key} is missing", np.divide(given, array, out=given.copy(), where=array != 0)
     if right.any():
         yield "it is not 0 where it must be: a mask is missing", np.where(right == 0, 0.0, given)
     terms = [
@@ -410,12 +417,19 @@ def list_repairs(
         yield f"a {'row ' * (axis == -1)}{kind} is missing: {words} is right", given - array * reduced
 
 
-def list_missing_paths(given: np.ndarray, parts: list[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-    """What a formula gave, with the contributions of some uses of the stage added; in words, and the result."""
-    for n in range(1, len(parts) if len(parts) <= MOST_PATHS else 0):
-        for left_out in itertools.combinations(parts, n):
-            names = ", ".join(part_name for part_name, _ in left_out)
-            yield f"what comes through {names} is missing", given + sum(part for _, part in left_out)
+def list_paths(
+    given: np.ndarray, right: np.ndarray, parts: list[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The right gradient, if a formula gave the contributions of the uses of a stage with other factors than 1."""
+    if given.shape == right.shape and np.isfinite(given).all() and len(parts) > 1:
+        columns = np.stack([part.ravel() for _, part in parts], axis=-1)
+        factors = np.linalg.lstsq(columns, given.ravel())[0].round(6)
+        missing = ", ".join(name for (name, _), factor in zip(parts, factors, strict=True) if factor == 0)
+        others = [f"{name} times {f:g}" for (name, _), f in zip(parts, factors, strict=True) if f not in (0, 1)]
+        words = [f"what comes through {missing} is missing"] if missing else []
+        words += [f"what comes through {', '.join(others)} should come once"] if others else []
+        if np.allclose(columns @ factors, given.ravel(), rtol=0, atol=TOLERANCE * largest(given)):
+            yield "; ".join(words), right
 
 
 def list_missing_elements(
