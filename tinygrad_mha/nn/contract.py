@@ -59,15 +59,18 @@ def call_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
             dtype.
         TypeError: an output that is not a Tensor.
     """
+    given = {name: value for name, value in options.items() if value is not None}
+    cache, steps = given.get("cache"), given.get("edit")
+    if steps is not None:
+        steps = given["edit"] = steps if isinstance(steps, Steps) else Steps(steps)
     supported = find_options(type(attention).forward)
-    cache, steps = options.get("cache"), options.get("edit")
-    steps = options["edit"] = steps if steps is None or isinstance(steps, Steps) else Steps(steps)
-    for name, hint in HINTS.items():
-        is_needed = steps is not None and steps.is_editing if name == "edit" else options.get(name) is not None
-        if is_needed and name not in supported:
-            raise ValueError(describe_fault(attention, f"takes no {name}: declare {name} in its forward ({hint})"))
+    for name in given.keys() - supported:
+        if name in HINTS and (name != "edit" or steps.is_editing):
+            fault = f"takes no {name}: declare {name} in its forward ({HINTS[name]})"
+            raise ValueError(describe_fault(attention, fault))
+        del given[name]
     n = 0 if cache is None else cache.length + x.shape[-2]
-    y = attention(x, **{name: value for name, value in options.items() if name in supported})
+    y = attention(x, **given)
     if not isinstance(y, Tensor):
         raise TypeError(describe_fault(attention, f"returned a {type(y).__name__}, not one Tensor"))
     if (y.shape, y.dtype) != (x.shape, x.dtype):

@@ -294,7 +294,7 @@ class Block(Module):
         return self.ln_2(x + self.drop(self.mlp(x)))
 
     def _attend(self, x: Tensor, **options: Any) -> Tensor:
-        if type(self.attn) is CausalSelfAttention:
+        if type(self.attn).forward is CausalSelfAttention.forward:
             y = self.attn(x, **options)
         else:
             y = call_attention(self.attn, wrap(plain(x)) if self.on_arrays else x, **options)

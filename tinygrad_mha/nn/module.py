@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ class Module:
     """Whether `forward` computes on arrays as it does on tensors. Counts for the class that states it, not for others
     derived from it."""
     on_arrays: bool = False
-    """Whether the parameters are arrays, as in a twin that `copy_on_arrays` makes."""
+    """Whether the parameters are arrays, as in a twin that `copy_on_arrays` makes. True for classes of twins only."""
 
     _training: bool = True
     _name: str = ""
@@ -83,7 +84,7 @@ class Module:
 
     def __call__(self: HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call `forward` with the same arguments, in the scope of this module."""
-        if self.on_arrays or modes.STATE.get().is_silent:  # no node is made that could have a scope
+        if modes.STATE.get().is_silent:  # no node is made that could have a scope
             return self.forward(*args, **kwargs)
         with self.scope():
             return self.forward(*args, **kwargs)
@@ -311,7 +312,7 @@ def copy_on_arrays(module: M, kept: Iterable[Module] = ()) -> M:
     modules = [inner for _, inner in module.named_modules() if id(inner) not in twins]
     if not all(map(has_array_forward, modules)):
         return module
-    twins |= {id(inner): object.__new__(type(inner)) for inner in modules}
+    twins |= {id(inner): object.__new__(class_on_arrays(type(inner), type(inner).forward)) for inner in modules}
 
     def convert(value: Any) -> Any:
         if isinstance(value, (Tensor, Module)):
@@ -322,8 +323,14 @@ def copy_on_arrays(module: M, kept: Iterable[Module] = ()) -> M:
 
     for inner in modules:
         contents = {name: convert(value) for name, value in vars(inner).items()}
-        vars(twins[id(inner)]).update(contents, on_arrays=True, _training=False)
+        vars(twins[id(inner)]).update(contents, _training=False)
     return cast(M, twins[id(module)])
+
+
+@functools.cache
+def class_on_arrays(kind: type[Module], forward: Callable[..., Any]) -> type[Module]:
+    """The class of the twins of `kind`. A call of one is its `forward`, since no node is made that could have a scope."""
+    return type(kind.__name__, (kind,), {"on_arrays": True, "__call__": forward, "__module__": kind.__module__})
 
 
 def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ class Scheme(Module):
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
-        if "name" not in vars(cls):
+        if "name" not in vars(cls) and not cls.on_arrays:  # a twin keeps the name
             cls.name = cls.__name__.lower()
 
     def to_dict(self) -> str | dict[str, Any]:
