@@ -1,5 +1,6 @@
 """Attention computes its formula, refuses bad input with a reason, and exposes every matrix and its gradient."""
 
+import copy
 import functools
 import itertools
 import math
@@ -146,6 +147,33 @@ def test_key_allow_hides_keys_from_every_query_and_head_and_combines_with_allow(
         nn.attention(q[0, 0], k[0, 0], v[0, 0], key_allow=key_allow[:1]),
         by_hand(q[0, 0], k[0, 0], v[0, 0], key_allow[0]),
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 131}, {"key_allow": True}, {"bias": True}])
+@pytest.mark.parametrize("position", [None, "alibi"])
+def test_many_queries_without_records_get_what_they_get_with_records(rng, options, position):
+    n, dropped = 263, 0.25
+    options = dict(options)
+    mha = nn.MultiHeadAttention(
+        10, n_head=4, d_k=3, n_kv_head=2, position=position, dropout=dropped, rng=0, fused=True
+    ).astype(np.float64)
+    if "key_allow" in options:
+        options["key_allow"] = rng.random((3, n)) < 0.8
+    if "bias" in options:
+        options["bias"] = rng.standard_normal((3, 4, n, n))
+    x = rng.standard_normal((3, n, 10))
+    recorded = copy.deepcopy(mha)(x, causal=True, **options)
+    with no_grad():
+        close(mha(x, causal=True, **options), recorded.data)
+
+
+def test_many_queries_after_those_in_a_cache_see_them_all(rng):
+    mha = nn.MultiHeadAttention(12, n_head=3, position="rotary", rng=0, fused=True).astype(np.float64)
+    x, cache = rng.standard_normal((269, 12)), nn.KVCache()
+    whole = mha(x, causal=True)
+    with no_grad():
+        parts = [mha(rows, causal=True, cache=cache).data for rows in (x[:7], x[7:])]
+    close(np.concatenate(parts), whole.data)
 
 
 @pytest.mark.parametrize("name", ["allow", "bias"])

@@ -1,6 +1,8 @@
 """Generation: cached equals uncached, a row of a batch equals its prompt alone, and calls have no side effects."""
 
 import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -898,6 +900,40 @@ def test_the_twin_sees_what_is_assigned_to_the_parameters_afterwards():
     twin = model.copy_on_arrays()
     model.wte.weight.assign_(model.wte.weight.numpy()[::-1].copy())
     np.testing.assert_array_equal(twin([[3, 1, 4]]), model([[3, 1, 4]]).numpy())
+
+
+def test_a_stream_without_cache_continues_in_the_dtype_to_which_the_model_is_converted():
+    model, prompt = make_model(), [3, 1, 4]
+    tokens = stream(model, prompt, 6, temperature=0, use_cache=False)
+    first = [next(tokens) for _ in range(2)]
+    model.astype(np.float32)
+    model.lm_head.weight.assign_(model.lm_head.weight.numpy()[::-1].copy())
+    assert list(tokens) == naive(model, prompt + first, 4)[5:].tolist()
+
+
+def test_a_stream_whose_model_is_converted_refuses_the_keys_of_the_other_dtype():
+    model = make_model()
+    tokens = stream(model, [3, 1, 4], 6, temperature=0)
+    next(tokens)
+    model.astype(np.float32)
+    with pytest.raises(ValueError, match=r"the cache holds k .* float64 .* got .* float32: use a new cache"):
+        next(tokens)
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "relative"])
+def test_two_threads_generate_with_one_model_what_one_thread_does(position):
+    model = make_model(position).train()
+    prompts = prompts_of([3, 5, 2, 4], seed=1)
+    expected = [generate(model, prompt, 8, temperature=0) for prompt in prompts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that threads alternate inside of a token
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda prompt: generate(model, prompt, 8, temperature=0), prompts * 5))
+    finally:
+        sys.setswitchinterval(interval)
+    np.testing.assert_array_equal(np.concatenate([row[:, -8:] for row in found]), [row[0, -8:] for row in expected * 5])
+    assert model.training
 
 
 def test_a_model_with_a_module_of_another_kind_is_its_own_twin():

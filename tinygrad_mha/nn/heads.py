@@ -212,12 +212,16 @@ class Heads(Module):
         keep_mask = None if self.on_arrays else self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
         is_fused = self._is_fused(edit)
-        if cache is not None and is_fused and modes.STATE.get().is_silent:
+        is_silent = modes.STATE.get().is_silent
+        if cache is not None and is_fused and is_silent:
             k, v = cache.extend(plain(k), plain(v))  # nobody keeps them, so they may be views
         elif cache is not None:
             k, v = cache.append(k, v)
         if is_fused:
-            return join_heads(ops.attention(q, repeat_heads(k, times), repeat_heads(v, times), allow, bias, keep_mask))
+            k, v = repeat_heads(k, times), repeat_heads(v, times)
+            if masks.get("causal") and n_q > BLOCK and is_silent:
+                return join_heads(attend_causally(q, k, v, allow, bias, keep_mask))
+            return join_heads(ops.attention(q, k, v, allow, bias, keep_mask))
         steps = edit if isinstance(edit, Steps) else Steps(edit)
         q, k, v = steps("q", q), steps("k", k), steps("v", v)
         k, v = repeat_heads(k, times), repeat_heads(v, times)
@@ -317,6 +321,24 @@ class Heads(Module):
             bias = pad_bias(bias, score_shape).astype(dtype)
             bias = bias if by_position is None else by_position + bias
         return combine_masks(allow, key_allow, causal, score_shape, window), bias
+
+
+BLOCK = 128  # queries
+
+
+def attend_causally(q: Any, k: Any, v: Any, *masks: Any) -> Any:
+    """`ops.attention` of many queries at the end of the keys, in blocks, without the keys that come after a block.
+
+    The `masks`, whose last two axes are queries and keys, or None, are those of `ops.attention`.
+    """
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    heads = []
+    for start in range(0, n_q, BLOCK):
+        stop = min(start + BLOCK, n_q)
+        rows, keys = slice(start, stop), slice(n_k - n_q + stop)
+        of_block = [None if mask is None else mask[..., rows, keys] for mask in masks]
+        heads.append(ops.attention(q[..., rows, :], k[..., keys, :], v[..., keys, :], *of_block))
+    return ops.concat(heads, axis=-2)
 
 
 def select_layer_cache(cache: KVCache | CachedLayer | None) -> CachedLayer | None:

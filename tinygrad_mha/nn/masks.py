@@ -44,8 +44,9 @@ def causal(n_q: int, n_k: int | None = None, window: int | None = None) -> np.nd
     n_k = n_q if n_k is None else check_count(n_k, "n_k", 0)
     if n_k < n_q:
         raise ValueError(f"a causal mask needs at least as many keys as queries, got {n_q} queries and {n_k} keys")
-    distances = np.arange(n_k - n_q, n_k)[:, None] - np.arange(n_k)
-    return distances >= 0 if window is None else (distances >= 0) & (distances < check_count(window, "window"))
+    queries, keys = np.arange(n_k - n_q, n_k)[:, None], np.arange(n_k)
+    past = queries >= keys
+    return past if window is None else past & (queries - keys < check_count(window, "window"))
 
 
 def allow_past(q: Any, k: Any, key_allow: Any = None, window: int | None = None) -> np.ndarray | None:

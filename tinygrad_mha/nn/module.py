@@ -329,7 +329,7 @@ def copy_on_arrays(module: M, kept: Iterable[Module] = ()) -> M:
 
 @functools.cache
 def class_on_arrays(kind: type[Module], forward: Callable[..., Any]) -> type[Module]:
-    """The class of the twins of `kind`. A call of one is its `forward`, since no node is made that could have a scope."""
+    """The class of the twins of `kind`. Their calls are their `forward`: no node is made that could have a scope."""
     return type(kind.__name__, (kind,), {"on_arrays": True, "__call__": forward, "__module__": kind.__module__})
 
 

@@ -649,7 +649,7 @@ def linear(x, weight, bias=None) -> Any:
     rows = x.reshape(-1) if x.size == len(weight) > 0 else merge_rows(x)  # BLAS is faster with a vector than one row
     y = rows.dot(weight)
     if bias is not None:
-        y = y + bias
+        y = np.add(y, bias, out=y if bias.dtype == y.dtype else None)  # in place it takes half the time
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
