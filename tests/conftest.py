@@ -6,6 +6,7 @@ import os
 
 # Small arrays: the threads of a BLAS pool cost more than they bring, and would disturb tests that run side by side.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "100"  # verdicts and matrices are as wide as the terminal
 
 import shutil
 from pathlib import Path

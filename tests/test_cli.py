@@ -387,3 +387,17 @@ def test_every_command_shows_examples_in_its_help(capsys):
             main([command, "--help"])
         assert f"Examples:\n  tinygrad-mha {command}" in capsys.readouterr().out
     assert len(commands) >= 10
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    assert "demo" in capsys.readouterr().out
+
+
+def test_graph_without_graphviz_says_what_to_install_and_what_needs_none(monkeypatch, capsys, tmp_path):
+    def fail(*args):
+        raise tg.viz.NoEngineError("SVG", ["dot is not installed"])
+
+    monkeypatch.setattr("tinygrad_mha.viz.diagram.graphviz_engines.render", fail)
+    assert main(["graph", "mha", "-o", str(tmp_path / "a.svg")]) == 2
+    assert 'pip install "tinygrad_mha[render]" contains it; -o graph.dot' in capsys.readouterr().err

@@ -155,3 +155,8 @@ def test_a_notebook_shows_a_gradient_check_a_trace_and_a_run_as_tables(tmp_path)
     run = tg.training.train("tiny", "abcdefgh " * 40, tmp_path / "run", show="quiet", **options)
     assert repr(run).startswith("Run at step 2 of 2")
     assert run._repr_html_().count("<tr>") == 1 + 3
+
+
+def test_the_text_of_a_verdict_fits_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, str(VERDICT).splitlines())) <= 60

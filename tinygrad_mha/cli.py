@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
     adders = (
         add_demo,
         add_show,
@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(commands)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # with the usage of the command, not that of tinygrad-mha
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 2
     try:
         code = args.run(args)
         print(end="", flush=True)
@@ -412,7 +415,12 @@ def run_graph(args: argparse.Namespace) -> int:
     values: bool | str = False if args.no_values else "auto"
     options = {"backward": args.backward, "ops": args.ops, "direction": args.direction}
     picture = tg.graph(y, depth=depth, values=values, grads=values, **options)
-    print(f"{picture.save(args.out)}: {len(picture.picture.nodes)} boxes")
+    try:
+        path = picture.save(args.out)
+    except tg.viz.NoEngineError as error:
+        hint = 'pip install "tinygrad_mha[render]" contains it; -o graph.dot writes text, which needs none'
+        raise ValueError(f"this picture needs Graphviz, which is not installed or does not work: {hint}") from error
+    print(f"{path}: {len(picture.picture.nodes)} boxes")
     open_page(args)
     return 0
 

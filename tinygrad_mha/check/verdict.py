@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ __all__ = ["CheckError", "Finding", "Status", "Verdict"]
 
 Status = Literal["passed", "failed", "does not apply"]
 
-WIDTH = 100  # columns of the text
+WIDTH = 100  # the most columns of the text
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,13 @@ class Verdict:
         return str(self)  # what the prompt of Python shows
 
     def __str__(self) -> str:
+        width = max(WIDTH // 2, min(WIDTH, get_terminal_size((WIDTH, 0)).columns))
         names = ", ".join(dict.fromkeys(finding.name for finding in self.failed))
         lines = [f"{self.subject}: {self.status}"]
         if self.problem:
-            lines += textwrap.wrap(self.problem, WIDTH, initial_indent="  ", subsequent_indent="  ")
+            lines += textwrap.wrap(self.problem, width, initial_indent="  ", subsequent_indent="  ")
         elif names:
-            lines = textwrap.wrap(f"{self.subject}: FAILED ({names})", WIDTH, subsequent_indent="  ")
+            lines = textwrap.wrap(f"{self.subject}: FAILED ({names})", width, subsequent_indent="  ")
         groups: dict[Any, list[Finding]] = {}  # what was said of several claims alike stands on one line
         for finding in sorted(self.findings, key=lambda finding: finding.status != "failed"):
             groups.setdefault((finding.status, finding.message, finding.cause), []).append(finding)
@@ -116,8 +118,8 @@ class Verdict:
             start = f"  {self._status_word(finding):{first}}  {finding.name:{second}}  "
             also = f" (also {', '.join(other.name for other in others)})" if others else ""
             parts = [finding.message + also, f"cause: {finding.cause}" if finding.cause else ""]
-            text = [line for part in parts for line in textwrap.wrap(part, WIDTH - len(indent))]
-            text += [format_value(name, value, WIDTH - len(indent)) for name, value in finding.example.items()]
+            text = [line for part in parts for line in textwrap.wrap(part, width - len(indent))]
+            text += [format_value(name, value, width - len(indent)) for name, value in finding.example.items()]
             lines.append(start + textwrap.indent("\n".join(text), indent).lstrip())
         return "\n".join(line.rstrip() for line in lines)
 
