@@ -1,4 +1,4 @@
-"""What the site adds to the pages of this folder: both READMEs, the examples that pages link to, and the API reference.
+"""What the site adds to the pages of this folder: README.md and its like, examples, notebooks, and the API reference.
 
 mkdocs calls the functions whose names begin with `on_`; see mkdocs.yml.
 """
@@ -17,7 +17,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-READMES = {"index.md": ROOT / "README.md", "zh/index.md": ROOT / "README.zh.md"}
+PAGES = {
+    "index.md": ROOT / "README.md",
+    "zh/index.md": ROOT / "README.zh.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+}
 
 # The modules that the API reference documents, each on a page of its own, and their titles. A name that several of them
 # export is documented under the first.
@@ -44,9 +49,9 @@ REMOTE = re.compile(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made from other files, and the examples as files to read."""
-    for page, readme in READMES.items():
-        files.append(File.generated(config, page, content=move_links(readme.read_text(encoding="utf-8"), page)))
+    """Add the pages that are made from other files, and the examples and notebooks as files to read."""
+    for page, path in PAGES.items():
+        files.append(File.generated(config, page, content=move_links(path.read_text(encoding="utf-8"), page)))
     for module, page in write_reference().items():
         files.append(File.generated(config, f"reference/{name_page(module)}", content=page))
     for path in sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]):
@@ -72,11 +77,11 @@ def join_chinese_lines(markdown: str) -> str:
 
 
 def move_links(markdown: str, page: str) -> str:
-    """The text of a README with its links seen from `page`: docs/x.md is x.md, and a README is the page made of it."""
+    """The text of a file of the repository, with its links as they are from the page `page`: docs/x.md is x.md."""
     up = "../" * page.count("/")
-    for made, readme in READMES.items():
-        markdown = markdown.replace(f"]({readme.name})", f"]({up}{made})")
-    return markdown.replace("](docs/", f"]({up}").replace("](examples/", f"]({up}examples/")
+    for made, path in PAGES.items():
+        markdown = markdown.replace(f"]({path.name})", f"]({up}{made})")
+    return re.sub(r"\]\((?:docs/|(?=examples/|notebooks/))", f"]({up}", markdown)
 
 
 def name_page(module: str) -> str:

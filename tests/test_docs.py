@@ -95,7 +95,13 @@ def test_a_page_mentions_public_names_that_exist(page):
 def test_every_page_is_in_the_navigation_of_the_site():
     navigation = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().split("nav:")[1].split("theme:")[0])
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
-    made = {"index.md", "zh/index.md", *(name for name in navigation if name.startswith("reference/"))}
+    made = {
+        "index.md",
+        "zh/index.md",
+        "contributing.md",
+        "changelog.md",
+        *(name for name in navigation if name.startswith("reference/")),
+    }
     assert sorted(navigation) == sorted(pages | made)
 
 
