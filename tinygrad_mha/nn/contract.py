@@ -65,7 +65,7 @@ def call_attention(attention: Module, x: Tensor, **options: Any) -> Tensor:
         steps = given["edit"] = steps if isinstance(steps, Steps) else Steps(steps)
     supported = find_options(type(attention).forward)
     for name in [name for name in OPTIONS if name in given and name not in supported]:
-        if name in HINTS and (name != "edit" or steps.is_editing):
+        if name in HINTS and (name != "edit" or (steps is not None and steps.is_editing)):
             fault = f"takes no {name}: declare {name} in its forward ({HINTS[name]})"
             raise ValueError(describe_fault(attention, fault))
         del given[name]

@@ -312,7 +312,9 @@ def copy_on_arrays(module: M, kept: Iterable[Module] = ()) -> M:
     modules = [inner for _, inner in module.named_modules() if id(inner) not in twins]
     if not all(map(has_array_forward, modules)):
         return module
-    twins |= {id(inner): object.__new__(class_on_arrays(type(inner), type(inner).forward)) for inner in modules}
+    for inner in modules:
+        kind: Any = type(inner)
+        twins[id(inner)] = object.__new__(class_on_arrays(kind, kind.forward))
 
     def convert(value: Any) -> Any:
         if isinstance(value, (Tensor, Module)):
