@@ -3,7 +3,8 @@
     python docs/run_pages.py [PAGE ...]         # default: README.md, README.zh.md and every page of docs
 
 A text block behind a code block becomes its output; one that ends with a line `...` shows the beginning and stays as it
-is. The pictures in docs/gallery that a page shows are replaced by those that its code has saved.
+is. What follows the command of a console block becomes what that prints. The pictures in docs/gallery that a page shows
+are replaced by those that its code has saved.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +27,11 @@ DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", DOCS.parent / "README.zh.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n?```text\n(?P<shown>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
+COMMAND = re.compile(
+    r"^```console\n\$ (?P<command>(?:tinygrad-mha|python) [^\n|]+?)(?: \| head -(?P<head>\d+))?\n(?P<shown>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+
 
 def run_blocks(page: Path, names: dict[str, object]) -> Iterator[tuple[re.Match[str], str]]:
     """Run the Python blocks of a page with common names in the current folder: each block, and what it prints."""
@@ -34,6 +42,15 @@ def run_blocks(page: Path, names: dict[str, object]) -> Iterator[tuple[re.Match[
         with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(code, names)
         yield block, output.getvalue()
+
+
+def run_command(match: re.Match[str]) -> str:
+    """What the command of a console block prints in the root of the repository, or its first lines."""
+    program, *arguments = shlex.split(match["command"])
+    start = ["-m", "tinygrad_mha"] if program == "tinygrad-mha" else []
+    done = subprocess.run([sys.executable, *start, *arguments], cwd=DOCS.parent, capture_output=True, encoding="utf-8")
+    lines = done.stdout.splitlines(keepends=True)
+    return "".join(lines[: int(match["head"]) if match["head"] else None]) or done.stderr
 
 
 def refresh(page: Path) -> None:
@@ -48,7 +65,10 @@ def refresh(page: Path) -> None:
         for name in set(re.findall(r"\]\((?:\.\./|docs/)?gallery/([^)]*)\)", text)):
             if Path(name).exists():  # else another page draws it
                 shutil.copyfile(name, DOCS / "gallery" / name)
-    page.write_text("".join([*parts, text[end:]]), encoding="utf-8")
+    text = "".join([*parts, text[end:]])
+    for match in reversed(list(COMMAND.finditer(text))):
+        text = text[: match.start("shown")] + run_command(match) + text[match.end("shown") :]
+    page.write_text(text, encoding="utf-8")
 
 
 def main(*names: str) -> None:

@@ -7,15 +7,12 @@ import doctest
 import importlib
 import pkgutil
 import re
-import runpy
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 import tinygrad_mha as tg
-from tinygrad_mha.cli import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinygrad_mha"
@@ -115,21 +112,12 @@ def test_every_picture_of_the_gallery_is_drawn_by_the_code_of_a_page_and_shown()
         assert any(f"images/{picture.name})" in text for text in texts), f"no page shows {picture.name}"
 
 
-COMMAND = r"(?sm)^```console\n\$ (?:tinygrad-mha|python) ([^\n|]+?)(?: \| head -(\d+))?\n(.*?)^```"
-COMMANDS = [match.groups() for page in PAGES for match in re.finditer(COMMAND, page.read_text())]
+COMMANDS = [match for page in PAGES for match in run_pages.COMMAND.finditer(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize(("command", "head", "output"), COMMANDS)
-def test_a_page_shows_what_a_command_prints(command, head, output, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    first, *rest = shlex.split(command)
-    if first.endswith(".py"):
-        monkeypatch.setattr(sys, "argv", [first, *rest])
-        runpy.run_path(first, run_name="__main__")
-    else:
-        main([first, *rest])
-    lines = capsys.readouterr().out.splitlines(keepends=True)
-    assert "".join(lines[: int(head) if head else None]) == output
+@pytest.mark.parametrize("match", COMMANDS, ids=lambda match: match["command"])
+def test_a_page_shows_what_a_command_prints(match):
+    assert run_pages.run_command(match) == match["shown"]
 
 
 @pytest.mark.parametrize("name", MODULES)
