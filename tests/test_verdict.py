@@ -56,7 +56,7 @@ def test_claims_of_which_the_same_is_said_share_a_line():
 
 def test_a_table_escapes_what_it_shows():
     html = VERDICT._repr_html_()
-    assert html.startswith("<table")
+    assert html.startswith("<div>mine: failed</div><table>")
     assert "too &lt;large&gt;" in html
     assert "<large>" not in html
 
@@ -142,7 +142,7 @@ def test_inputs_that_are_edited_in_place_are_reported():
 
 def test_a_notebook_shows_a_gradient_check_a_trace_and_a_run_as_tables(tmp_path):
     report = tg.gradcheck(lambda x: (x * x.detach()).sum(), np.arange(1.0, 4.0), raises=False)
-    assert "<table><caption>gradcheck of &lt;lambda&gt;: FAILED</caption>" in report._repr_html_()
+    assert "<div>gradcheck of &lt;lambda&gt;: FAILED</div><table>" in report._repr_html_()
     assert "analytic" in report._repr_html_()
     assert repr(report) == str(report)  # at the prompt of Python, too
     assert repr(VERDICT) == str(VERDICT)

@@ -8,14 +8,15 @@ from html import escape
 __all__ = ["make_table"]
 
 
-def make_table(caption: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """A table with left-aligned cells. `rows` are HTML: escape text that comes from a person; the rest is text.
+def make_table(title: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A title and a table with left-aligned cells. `rows` are HTML: escape what comes from a person; the rest is text.
 
     Example:
         >>> make_table("2 < 3", [["a", "<b>b</b>"]])
-        '<table><caption>2 &lt; 3</caption><tr><td style="text-align:left">a</td><td ...><b>b</b></td></tr></table>'
+        '<div>2 &lt; 3</div><table><tr><td style="text-align:left">a</td><td ...><b>b</b></td></tr></table>'
     """
     cells = [["<th>" + escape(name) + "</th>" for name in header]] if header else []
     cells += [[f'<td style="text-align:left">{cell}</td>' for cell in row] for row in rows]
     lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-    return f"<table><caption>{escape(caption)}</caption>{lines}</table>"
+    # Not as a caption, which would be as narrow as the table.
+    return f"<div>{escape(title)}</div><table>{lines}</table>"

@@ -127,7 +127,7 @@ class Dependencies:
         head = "".join(f"<th>{j}</th>" for j in range(self.matrix.shape[1]))
         notes = html.escape("; ".join(self.disagreements))
         title = f"{self.subject}: output rows (down) that depend on input rows (across), on a later one in red"
-        return f"<table><caption>{html.escape(title)}</caption><tr><th></th>{head}</tr>{rows}</table>{notes}"
+        return f"<div>{html.escape(title)}</div><table><tr><th></th>{head}</tr>{rows}</table>{notes}"
 
 
 def dependencies(f: Any, x: Any, *, seed: int = 0) -> Dependencies:
