@@ -260,8 +260,12 @@ def compare_results(results: dict[str, list[float]]) -> None:
 
 
 def measure_import(rounds: int) -> dict[str, Any]:
-    """The seconds of importing this package and torch, each in a new process, in turn."""
+    """The seconds of importing this package and torch, each in a new process, in turn, from compiled files.
+
+    The first round, which is not counted, writes the files that an installation compiles.
+    """
     environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds: dict[str, list[float]] = {"tinygrad_mha": [], "torch": []}
     code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
     for _ in range(rounds + 1):

@@ -25,6 +25,9 @@ __all__ = [
 __all__ += ["check_number", "check_probability", "check_width", "is_integer", "is_number", "unknown_keyword"]
 
 
+BOOLEAN = np.dtype(np.bool_)
+
+
 def is_integer(x: Any) -> bool:
     """Whether `x` is an integer of Python or NumPy; booleans are not."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
@@ -102,8 +105,9 @@ def check_width(x: Any, width: int, who: str) -> None:
 
 def check_boolean(x: Any, name: str) -> None:
     """Raise TypeError unless `x` is a boolean array."""
-    kind = getattr(x, "dtype", type(x).__name__)
-    if kind != np.bool_:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or dtype != BOOLEAN:
+        kind = type(x).__name__ if dtype is None else dtype
         raise TypeError(f"{name} must be a boolean array (True = may be seen), got {kind}; compare first: m > 0")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -93,35 +92,31 @@ def toposort(roots: Iterable[Any], newer_than: int = -1, everything: bool = Fals
     `newer_than` or before is left out too, and its inputs are not visited through it. The search is iterative, so
     chains of any length work.
     """
-    seen: set[int] = set()
-    leaves, made = [], []
+    leaves: dict[int, Any] = {}  # by id
+    made: dict[int, Any] = {}  # by stamp
     stack = [root for root in roots if everything or root.requires_grad]
     while stack:
         value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
         node = value.node
         if node is None:
-            leaves.append(value)
-        elif node.stamp > newer_than:
-            made.append(value)
+            leaves[id(value)] = value
+        elif node.stamp not in made and node.stamp > newer_than:
+            made[node.stamp] = value
             if everything:
                 stack.extend(x for x in node.inputs if is_value(x))
             else:
                 inputs = node.inputs
                 for i in node.needed:
                     stack.append(inputs[i])
-    made.sort(key=attrgetter("node.stamp"))
-    return leaves + made
+    return [*leaves.values(), *(made[stamp] for stamp in sorted(made))]
 
 
 def check_not_modified(order: list[Any]) -> None:
     """Raise RuntimeError if an operand was modified in place after a node used it: its rule would use wrong numbers."""
-    nodes = [value.node for value in order if value.node is not None]
-    if not nodes or WriteTime.latest < nodes[0].stamp:  # nodes[0] is the oldest: all writes were before the graph
+    oldest = next((value.node for value in order if value.node is not None), None)
+    if oldest is None or WriteTime.latest < oldest.stamp:  # all writes were before the graph
         return
-    for node in nodes:
+    for node in (value.node for value in order if value.node is not None):
         for i, x in enumerate(node.inputs):
             written = getattr(x, "_written", None)
             if written is not None and written.stamp > node.stamp:

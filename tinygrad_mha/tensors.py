@@ -339,7 +339,8 @@ class Tensor:
         return apply(ops.sub, (self._like(other), self))
 
     def __mul__(self, other: Any) -> Tensor:
-        other = self._like(other)
+        if other.__class__ is not float:
+            other = self._like(other)
         if isinstance(other, (int, float)):
             return apply(ops.scale, (self,), {"by": other})
         return apply(ops.mul, (self, other))
@@ -410,7 +411,8 @@ class Tensor:
     def _like(self, other: Any) -> Any:
         """Convert the other operand: integers and booleans beside a floating tensor take its dtype."""
         if isinstance(other, Tensor):
-            return other if other.dtype.kind == "f" or self.dtype.kind != "f" else other.astype(self.dtype)
+            kind, own = other._data.dtype.kind, self._data.dtype
+            return other if kind == "f" or own.kind != "f" else other.astype(own)
         other = as_operand(other, (self,))
         if isinstance(other, np.ndarray) and other.dtype.kind != "f" and self._data.dtype.kind == "f":
             return from_data(other).astype(self._data.dtype)
@@ -513,7 +515,7 @@ class Tensor:
     @numpy_keywords
     def softmax(self, axis: int = -1) -> Tensor:
         """exp(x) / sum(exp(x)) along `axis`, in the shape of x. A row of -inf gives zeros."""
-        return apply(ops.softmax, (self,), {"axis": axis})
+        return ops.softmax(self, axis=axis)
 
     @numpy_keywords
     def log_softmax(self, axis: int = -1) -> Tensor:
@@ -552,7 +554,7 @@ class Tensor:
 
     @staticmethod
     def __apply_primitive__(op: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return apply(op, inputs, kwargs)
+        return apply(op, inputs, _plain_keywords(op, kwargs))
 
 
 class Size(int):
@@ -571,10 +573,8 @@ NO_KEYWORDS: dict[str, Any] = {}
 
 
 def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any] = NO_KEYWORDS) -> Tensor:
-    """Apply `op` to tensors and constants. Record a node if gradients are on and an input needs one."""
+    """Apply `op` to tensors and constants, `kwargs` without tensors. Record a node if an input needs a gradient."""
     grad_on, recording, scope, observer, _, _ = STATE.get()
-    if kwargs:
-        kwargs = _plain_keywords(op, kwargs)
     if not (grad_on or recording) and observer is None:
         value = op.compute([x._data if isinstance(x, Tensor) else as_operand(x, inputs) for x in inputs], kwargs)
         out = new_tensor(Tensor)  # as in `wrap`, without the call: every operation passes here
@@ -602,7 +602,7 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
     if has_constants and (needed or recording):
         _copy_constants(inputs, arrays)
     try:
-        value = op.forward(*arrays, **kwargs)
+        value = op.forward(*arrays, **kwargs) if kwargs else op.forward(*arrays)  # an empty ** costs time
     except Primitive.EXPLAINED as error:
         raise op.explain(error, arrays, kwargs) from error
     residuals: tuple[Any, ...] = ()

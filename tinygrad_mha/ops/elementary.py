@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy import ndarray
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
 from tinygrad_mha import notation
@@ -637,7 +638,7 @@ matmul.vjps(
 
 def product(a, b):
     """a @ b. For small 2-D arrays `dot` is twice as fast as `@`."""
-    are_arrays = a.__class__ is np.ndarray and b.__class__ is np.ndarray
+    are_arrays = a.__class__ is b.__class__ is ndarray
     return a.dot(b) if are_arrays and a.ndim == b.ndim == 2 else a @ b
 
 
