@@ -132,7 +132,34 @@ def prefill(folder: str, tokens: int) -> Work:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Floors: the matrix products of a work, and nothing else
+# Floors: the matrix products of a work and nothing else, or its calls of NumPy without a graph
+
+
+def attention_calls() -> Work:
+    """The calls of NumPy of `attention`, forward and backward, with the gradients written by hand."""
+    w, x, g, allow = make_attention_arrays()
+    scale = x.dtype.type(7**-0.5)
+
+    def step() -> list[np.ndarray]:
+        saved = []
+        for h in "12":
+            q, k, v = x.dot(w["Q" + h]), x.dot(w["K" + h]), x.dot(w["V" + h])
+            weights = np.where(allow, q.dot(k.T) * scale, -np.inf)
+            weights -= weights.max(axis=-1, keepdims=True)
+            np.exp(weights, out=weights)
+            weights /= weights.sum(axis=-1, keepdims=True)
+            saved.append((q, k, v, weights, weights.dot(v)))
+        concat = np.concatenate([head[-1] for head in saved], axis=-1)
+        concat.dot(w["O"])
+        gradients = [concat.T.dot(g)]
+        g_heads = np.split(g.dot(w["O"].T), 2, axis=-1)
+        for (q, k, v, weights, _), g_head in zip(saved, g_heads, strict=True):
+            g_weights = g_head.dot(v.T)
+            g_scores = weights * (g_weights - (g_weights * weights).sum(axis=-1, keepdims=True)) * scale
+            gradients += [x.T.dot(g_scores.dot(k)), x.T.dot(g_scores.T.dot(q)), x.T.dot(weights.T.dot(g_head))]
+        return gradients
+
+    return step, []
 
 
 def train_products(folder: str, batch: int) -> Work:
@@ -171,5 +198,6 @@ def decode_products(folder: str, new: int) -> Work:
 
 
 WORKS: dict[str, Callable[..., Work]] = {
-    f.__name__: f for f in (attention, train, generate, generate_own, prefill, train_products, decode_products)
+    f.__name__: f
+    for f in (attention, train, generate, generate_own, prefill, attention_calls, train_products, decode_products)
 }
