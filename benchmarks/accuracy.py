@@ -7,8 +7,10 @@ python benchmarks/accuracy.py --write     writes it into docs/reliability.md
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
@@ -86,9 +88,16 @@ def measure(ours: Any, exact: Row, dtype: type, scale: Any) -> float:
     return float(max(abs(a - e) / (eps * max(abs(e), s, tiny)) for a, e, s in zip(results, exact, scale, strict=True)))
 
 
-def make_rows() -> Iterable[str]:
-    yield "| function | input | float32 | float64 |"
-    yield "|---|---|---|---|"
+class Errors(NamedTuple):
+    """The largest errors of one function at one input."""
+
+    function: str
+    input: str
+    float32: float
+    float64: float
+
+
+def make_rows() -> Iterator[Errors]:
     inputs = make_inputs()
     for name, ours, theirs, names in CASES:
         for key in names:
@@ -100,15 +109,21 @@ def make_rows() -> Iterable[str]:
                 beside_1 = name in ("log_softmax", "cross_entropy", "layer_norm")
                 size = [abs(v) for v in row] if name == "gelu" else [mpmath.mpf(int(beside_1))]
                 errors.append(measure(ours(x), exact, dtype, size * (len(exact) // len(size))))
-            yield f"| `{name}` | {key} | {errors[0]:.1f} | {errors[1]:.1f} |"
+            yield Errors(name, key, *errors)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
-    table = "\n".join(make_rows()) + "\n"
-    if parser.parse_args().write:
+    parser.add_argument("--json", type=Path, help="also write the errors to this file")
+    args = parser.parse_args()
+    rows = list(make_rows())
+    lines = [f"| `{row.function}` | {row.input} | {row.float32:.1f} | {row.float64:.1f} |" for row in rows]
+    table = "\n".join(["| function | input | float32 | float64 |", "|---|---|---|---|", *lines, ""])
+    if args.write:
         replace_table("accuracy", table)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": [row._asdict() for row in rows]}, indent=2) + "\n")
     print(f"{kernels.active} kernels\n{table}", end="")
 
 

@@ -523,102 +523,33 @@ def test_training_in_another_thread_leaves_signals_alone():
     assert runs[0].step == 1
 
 
-# A process of its own: it can be killed for real, and may fork without taking threads along.
-KILLED = """
-import os, resource, shutil, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_training import SMALL, TEXT, contents, small
-import builtins, tinygrad_mha.training.report
-tinygrad_mha.training.report.can_plot, os.fsync = lambda: False, lambda handle: None
-
-# One step: an evaluation, a sample, a row, and a checkpoint that takes the place of the one before.
-SHORT = {"steps": 1, "eval_interval": 1, "eval_batches": 1, "sample_interval": 1, "sample_tokens": 1}
-SHORT |= {"checkpoint_interval": 1, "resume": True}
-folder, whole = Path(sys.argv[2], "killed"), Path(sys.argv[2], "whole")
-small(whole, **SHORT)
-expected = contents(whole)
-
-def child(prepare):
-    "Train in a child process, in which `prepare` is called first."
-    pid = os.fork()
-    if pid == 0:
-        try:
-            prepare()
-            small(folder, **SHORT)
-        except BaseException:
-            os._exit(3)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-def check(prepare, what):
-    shutil.rmtree(folder, ignore_errors=True)
-    status = child(prepare)
-    small(folder, **SHORT)
-    assert contents(folder) == expected, (what, sorted(contents(folder)))
-    return status
-"""
-
-AT_EVERY_FILE_OPERATION = """
-calls = ["open", "replace", "mkdir", "rmdir", "unlink", "fsync"]
-
-def killed_at(n):
-    def prepare():
-        left = [n]
-        def lethal(function):
-            def call(*args, **kwargs):
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-            return call
-        for name in calls:
-            setattr(os, name, lethal(getattr(os, name)))
-        builtins.open = lethal(open)
-    return prepare
-
-n, died = 0, 0
-while True:
-    n += 1
-    if os.WIFEXITED(check(killed_at(n), n)):
-        break
-    died += 1
-print(died)
-"""
-
-IN_THE_MIDDLE_OF_A_FILE = """
-def limited(size, deadly):
-    def prepare():
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    return prepare
-
-largest = max(map(len, expected.values()))
-sizes = range(1, largest, largest // 6)
-statuses = [check(limited(size, deadly), (size, deadly)) for size in sizes for deadly in (True, False)]
-assert all(os.WIFSIGNALED(s) for s in statuses[::2]), statuses
-assert all(os.WIFEXITED(s) and os.WEXITSTATUS(s) == 3 for s in statuses[1::2]), statuses
-print(len(statuses))
-"""
-
-
-def in_a_process(script, tmp_path):
-    command = [sys.executable, "-c", KILLED + script, str(Path(__file__).parent), str(tmp_path)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def die(name, tmp_path):
+    """One entry of benchmarks/sudden_death.py, in a process of its own: it forks, and may not take threads along."""
+    script, counts = Path(__file__).parent.parent / "benchmarks/sudden_death.py", tmp_path / "counts.json"
+    command = [sys.executable, str(script), "--only", name, "--json", str(counts)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(counts.read_text())[name]
 
 
 @posix
 def test_a_run_killed_at_any_file_operation_resumes_bit_for_bit(tmp_path):
-    result = in_a_process(AT_EVERY_FILE_OPERATION, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 50
+    assert die("operations", tmp_path)["kills"] > 50
 
 
 @posix
 def test_a_run_that_dies_or_fails_in_the_middle_of_a_file_resumes_bit_for_bit(tmp_path):
-    result = in_a_process(IN_THE_MIDDLE_OF_A_FILE, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 10
+    assert die("sizes", tmp_path)["limits"] > 10
+
+
+@posix
+def test_a_run_goes_on_while_the_clock_runs_backwards_or_stands_still(tmp_path):
+    assert die("clock", tmp_path)["clocks"] == 2
+
+
+@posix
+def test_a_folder_that_becomes_read_only_is_an_error_that_names_it(tmp_path):
+    assert die("protection", tmp_path)["moments"] == 7
 
 
 @posix

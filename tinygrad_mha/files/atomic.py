@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing", "replacing_folder", "sync_folder"]
+__all__ = ["naming", "replacing", "replacing_folder", "sync_folder"]
 
 
 @contextmanager
@@ -78,12 +78,12 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming(path: Path, temporary: Path) -> Iterator[None]:
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
     """Let an OSError name the file that was asked for, not the temporary one, nor none as when a disk is full."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or (error.filename or str(temporary)) != str(temporary):
+        if error.errno is None or str(error.filename) not in ("None", str(temporary)):
             raise
         raise type(error)(error.errno, error.strerror, str(path)) from error
 
@@ -93,6 +93,7 @@ def sync_folder(folder: Path) -> None:
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            with naming(folder):
+                os.fsync(handle)
         finally:
             os.close(handle)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tinygrad_mha.files.atomic import replacing, replacing_folder, sync_folder
+from tinygrad_mha.files.atomic import naming, replacing, replacing_folder, sync_folder
 from tinygrad_mha.files.json_files import read_json
 from tinygrad_mha.files.reading import CheckpointError, open_file, read_file
 
@@ -253,13 +253,13 @@ class CsvLog:
         """Append one row."""
         self.rows.append(row)
         if self.path is not None:
-            with open(self.path, "a", newline="", encoding="utf-8", errors="surrogatepass") as file:
+            with naming(self.path), open(self.path, "a", newline="", encoding="utf-8", errors="surrogatepass") as file:
                 write_row(file, [row.get(name, "") for name in self.columns])
 
     def sync(self) -> None:
         """fsync the file."""
         if self.path is not None:
-            with open(self.path, "rb+") as file:
+            with naming(self.path), open(self.path, "rb+") as file:
                 os.fsync(file.fileno())
 
     def read(self, step: int) -> None:

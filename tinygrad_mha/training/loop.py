@@ -137,7 +137,8 @@ def run_steps(run: Run, report: Callable[[Event], None], interruption: threading
             with np.errstate(over="ignore", invalid="ignore"):  # update checks the loss itself and names the step
                 row |= run.update()
             tokens = config.batch_size * config.accumulate * config.block_size
-            speed = {"tokens_per_second": tokens / (time.perf_counter() - start)}
+            seconds = time.perf_counter() - start
+            speed = {"tokens_per_second": tokens / seconds} if seconds > 0 else {}  # a clock may stand still
         run.log.add(row)
         report({"event": "step", **row, **speed})
         if last:
