@@ -266,7 +266,7 @@ def test_a_failure_is_one_line_in_a_test():
 
 def test_a_notebook_shows_a_table():
     html = tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v)._repr_html_()
-    assert html.startswith("<table")
+    assert "<table>" in html
     assert "scale" in html
 
 
