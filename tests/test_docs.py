@@ -102,6 +102,18 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert sorted(navigation) == sorted(pages | made)
 
 
+def test_the_site_shows_docstrings_and_links_as_they_are():
+    pytest.importorskip("mkdocs")
+    hooks = importlib.import_module("site_hooks")
+    assert hooks.escape_text("x**2 of `a[0]`\n>>> x[0]\n1") == "x\\*\\*2 of `a[0]`\n>>> x[0]\n1"
+    assert hooks.move_links("[a](docs/a.md) [e](examples/e.py) [h](README.md)", "zh/index.md") == (
+        "[a](../a.md) [e](../examples/e.py) [h](../index.md)"
+    )
+    assert (
+        hooks.join_chinese_lines("注意\n力\n```python\n# 力\n字 = 1\n```\n") == "注意力\n```python\n# 力\n字 = 1\n```\n"
+    )
+
+
 def test_every_picture_of_the_gallery_is_drawn_by_the_code_of_a_page_and_shown():
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     code = "".join(block["code"] for text in texts for block in run_pages.BLOCK.finditer(text))
