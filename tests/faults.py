@@ -1654,6 +1654,16 @@ if torch is not None:
         def hide(self, att):
             return functional.dropout(super().hide(att), p=0.1)  # training=True is the default of the function
 
+    @fault("gradients: .*detach", (2, 7, 12))
+    class NanoGPTDetachesTheScores(NanoGPTs):
+        def scores(self, q, k):
+            return super().scores(q.detach(), k)
+
+    @fault("dtype: .*float32", (2, 7, 12))
+    class NanoGPTInFloat32(NanoGPTs):
+        def scores(self, q, k):
+            return super().scores(q.float(), k.float()).to(q.dtype)
+
     @variant((2, 7, 12))
     class TorchLlamaLike(torch.nn.Module):
         def __init__(self):

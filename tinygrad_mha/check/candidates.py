@@ -113,6 +113,11 @@ class Candidate:
         return len(self.inputs) == 1
 
     @property
+    def names(self) -> list[str]:
+        """The names of the inputs."""
+        return ["x"] if self.takes_rows else ["q", "k", "v"]
+
+    @property
     def has_batch(self) -> bool:
         """Whether it is given a batch where keys are padded: a function of q, k and v for one head is not."""
         return self.takes_rows or self.module is not None

@@ -9,7 +9,7 @@ Axes: T tokens, T_q queries, T_k keys, C width, d_k, d_v widths of a key and a v
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ import numpy as np
 from tinygrad_mha.check.cache_faults import compare_rows
 from tinygrad_mha.check.caching import kv_cache
 from tinygrad_mha.check.candidates import Candidate, CandidateError, Inputs
-from tinygrad_mha.check.gradient_check import gradcheck
+from tinygrad_mha.check.differences import STEP, Comparison
+from tinygrad_mha.check.gradient_check import check_variable, gradcheck, set_zero_status
 from tinygrad_mha.check.matching import CLOSE, Match, Reference, is_equal, past, restoring
+from tinygrad_mha.check.report import Entry
 from tinygrad_mha.nn import KVCache
 from tinygrad_mha.tensors import Tensor, plain
 
@@ -203,38 +205,53 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         require(not is_equal(y, c(*inputs)), text, f"{name} is not used: it has no effect and no gradient")
     apply_if(c.library != "numpy" or c.accepts_tensors(), "a function of NumPy arrays has no gradients")
     inputs = tuple(x[..., -3:, :] if c.takes_rows else x for x in inputs)
-    names, unused = check_torch_gradients(c, inputs) if c.library == "torch" else check_our_gradients(c, inputs, facts)
+    entries: Iterable[Entry] = (
+        check_torch_gradients(c, inputs, facts.seed) if c.library == "torch" else check_our_gradients(c, inputs, facts)
+    )
+    checked: list[Entry] = []
+    for entry in entries:
+        checked.append(entry)
+        cause = entry.note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
+        require(entry.status not in ("wrong", "cut"), f"the gradient of {entry.name} is wrong: {entry.worst}", cause)
+    unused = [entry.name for entry in checked if entry.status == "ignored"]
     if unused:
         cause = f"{unused[0]} is not used: it has no effect and no gradient"
         raise BrokenError(f"the result does not depend on {', '.join(unused)}", cause)
-    return f"{len(names)} inputs and parameters agree with finite differences"
+    return f"{len(checked)} inputs and parameters agree with finite differences"
 
 
-def check_our_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> tuple[list[str], list[str]]:
-    """The names of all inputs and parameters, and of those without influence."""
+def check_our_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> list[Entry]:
+    """The findings of `gradcheck`."""
     f = functools.partial(c.call_raw)
     vars(f)["named_parameters"] = dict if c.module is None else c.module.named_parameters
-    named = [Tensor(x, name=name) for x, name in zip(inputs, ["x"] if c.takes_rows else "qkv", strict=True)]
+    named = [Tensor(x, name=name) for x, name in zip(inputs, c.names, strict=True)]
     report = gradcheck(f, *named, raises=False, seed=facts.seed, elements=ELEMENTS)
     apply_if(not report.problem, report.problem)
-    for entry in report.entries:
-        cause = entry.note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
-        require(entry.status not in ("wrong", "cut"), f"the gradient of {entry.name} is wrong: {entry.worst}", cause)
-    return [e.name for e in report.entries], [e.name for e in report.entries if e.status == "ignored"]
+    return report.entries
 
 
-def check_torch_gradients(c: Candidate, inputs: Inputs) -> tuple[list[str], list[str]]:
-    """The same by the gradcheck of torch, which moves the parameters in place."""
+def check_torch_gradients(c: Candidate, inputs: Inputs, seed: int) -> Iterator[Entry]:
+    """The same of a candidate of torch."""
+    rng = np.random.default_rng(seed)
     leaves = [c.convert(x, requires_grad=True) for x in inputs]
-    named = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
-    named |= dict(c.module.named_parameters()) if c.module is not None else {}
-    try:
-        c.torch.autograd.gradcheck(lambda *_: c.call_raw(*leaves), list(named.values()), fast_mode=True)
-    except (RuntimeError, CandidateError) as error:
-        text = " ".join(str(error).partition("The above")[0].split())
-        raise BrokenError(text, "a derivative is wrong, or the graph is cut (detach, no_grad)") from None
-    gradients = c.torch.autograd.grad(c.call_raw(*leaves).sum(), list(named.values()), allow_unused=True)
-    return list(named), [name for name, gradient in zip(named, gradients, strict=True) if gradient is None]
+    named = dict(zip(c.names, leaves, strict=True))
+    named |= {} if c.module is None else dict(c.module.named_parameters())
+    y = c.call_raw(*leaves)
+    cotangent = c.convert(rng.standard_normal(tuple(y.shape)))
+    wanted = list(named.values())
+    found = c.torch.autograd.grad(y, wanted, cotangent, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+
+    def loss() -> list[np.ndarray]:
+        return [(c.call_raw(*leaves) * cotangent).detach().numpy()]
+
+    for (name, leaf), gradient in zip(named.items(), found, strict=True):
+        x, g = c.share(leaf), np.zeros(tuple(leaf.shape)) if gradient is None else gradient.numpy()
+        entry, condition = Entry(name, x.shape, 1), float(np.abs(loss()[0]).sum() + np.abs(x * g).sum())
+        comparison = Comparison(entry, x, g, loss, condition, STEP, 1e-5, 1e-7)
+        check_variable(comparison, rng, ELEMENTS)
+        if comparison.is_zero():
+            set_zero_status(entry, gradient is not None, expected=gradient is not None)
+        yield entry
 
 
 def check_dtype(c: Candidate, inputs: Inputs, facts: Facts) -> str:

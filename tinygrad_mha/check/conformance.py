@@ -111,7 +111,7 @@ def try_claim(check: Check, c: Candidate, facts: Facts, name: str = "") -> Findi
         return Finding(name, "failed", str(error), "an option or input that it should take cannot be used")
     except BrokenError as first:
         broken, inputs = find_smallest(check, c, facts, first)
-    example = dict(zip(["x"] if c.takes_rows else ["q", "k", "v"], inputs, strict=True))
+    example = dict(zip(c.names, inputs, strict=True))
     return Finding(name, "failed", str(broken), broken.cause, example, broken.details)
 
 

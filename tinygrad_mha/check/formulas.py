@@ -197,6 +197,7 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("the heads are averaged instead of concatenated", {"join": lambda y: join_heads(mean_of_heads(y))}),
         ("the weights of the heads are averaged", {"weigh": lambda s, see: mean_of_heads(softmax(s, see))}),
         ("the scores of the heads are averaged", {"weigh": lambda s, see: softmax(mean_of_heads(s), see)}),
+        ("the scores of the heads are added", {"weigh": lambda s, see: softmax(s.shape[-3] * mean_of_heads(s), see)}),
         ("the heads are added instead of concatenated", {"join": lambda y: y.sum(-3)}),
         ("the heads are added instead of concatenated", {"join": lambda y: join_heads(y.shape[-3] * mean_of_heads(y))}),
         ("the first head is copied to all heads", {"join": lambda y: join_heads(copy_head(y))}),
@@ -209,8 +210,8 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             for letters, name in {"q": "queries", "k": "keys", "v": "values", "kv": "keys and values"}.items()
         ),
         *(
-            (f"{name} of another head are used: their order is wrong", {"swap": {letter: reorder}})
-            for letter, name in {"q": "queries", "k": "keys", "v": "values"}.items()
+            (f"{name} of another head are used: their order is wrong", {"swap": dict.fromkeys(letters, reorder)})
+            for letters, name in {"q": "queries", "k": "keys", "v": "values", "kv": "keys and values"}.items()
             for reorder in (
                 lambda x: x[..., ::-1, :, :],
                 lambda x: np.roll(x, 1, axis=-3),
