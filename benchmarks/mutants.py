@@ -15,6 +15,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,11 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {shorten(self.before)}  ->  {shorten(self.text)}"
 
 
+def forget_line(text: str) -> str:
+    """A mutant as text without its line, which changes with the lines before."""
+    return re.sub(r":\d+:", ":", text, count=1)
+
+
 def shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) < 70 else f"{text[:67]}..."
@@ -259,12 +265,16 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=300, help="a mutant that runs longer is noticed (default: 300)"
     )
+    parser.add_argument("--again", type=Path, metavar="FILE", help="only the survivors in this result of --json")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args()
     files = [p for p in sorted((ROOT / "tinygrad_mha").rglob("*.py"))
              if (name := p.relative_to(ROOT / "tinygrad_mha").as_posix()).startswith(args.only)
              and not name.endswith(SKIPPED)]  # fmt: skip
     mutants = [mutant for file in files for mutant in find_mutants(file)]
+    if args.again:
+        survivors = {forget_line(text) for text in json.loads(args.again.read_text())["survivors"]}
+        mutants = [mutant for mutant in mutants if forget_line(str(mutant)) in survivors]
     chosen = random.Random(args.seed).sample(mutants, min(args.count, len(mutants)))
     for tests in sorted({tuple(tests_of(mutant.file)) for mutant in chosen}):
         example = next(mutant for mutant in chosen if tuple(tests_of(mutant.file)) == tests)
