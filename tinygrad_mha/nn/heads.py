@@ -20,7 +20,7 @@ from tinygrad_mha.nn.cache import CachedLayer, KVCache
 from tinygrad_mha.nn.layers import Dropout
 from tinygrad_mha.nn.masks import ScoreShape, combine_masks, pad_bias, select_head
 from tinygrad_mha.nn.module import Module
-from tinygrad_mha.nn.positions import Position
+from tinygrad_mha.nn.positions import Position, Rotary
 from tinygrad_mha.nn.scores import Score
 from tinygrad_mha.notation import write_shape
 from tinygrad_mha.ops import join_heads, split_heads
@@ -208,7 +208,7 @@ class Heads(Module):
         allow, bias = self._masks(score_shape, q.dtype, **masks)
         if self._rotates:
             positions = np.arange(start, start + n_q) if positions is None else np.asarray(positions)
-            q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
+            q, k = self._rotate(q, k, positions)
         keep_mask = None if self.on_arrays else self.dropout.sample_mask((*q.shape[:-1], n_k), q.dtype)
         times = self.n_head // self.n_kv_head
         is_fused = self._is_fused(edit)
@@ -226,6 +226,14 @@ class Heads(Module):
         q, k, v = steps("q", q), steps("k", k), steps("v", v)
         k, v = repeat_heads(k, times), repeat_heads(v, times)
         return steps("concat", join_heads(ops.attend(q, k, v, allow, bias, keep_mask, observe=steps, score=self.score)))
+
+    def _rotate(self, q: Any, k: Any, positions: np.ndarray) -> tuple[Any, Any]:
+        """Queries and keys, rotated by the scheme of positions."""
+        if self.on_arrays and type(self.position).rotate is Rotary.rotate:  # which turns all heads alike
+            both: Any = np.concatenate([q, k], axis=-3)
+            both = self.position.rotate(both, positions)
+            return both[..., : self.n_head, :, :], both[..., self.n_head :, :, :]
+        return self.position.rotate(q, positions), self.position.rotate(k, positions)
 
     def attend_packed(
         self,
