@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha.cli import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinygrad_mha"
@@ -130,6 +133,21 @@ COMMANDS = [match for page in PAGES for match in run_pages.COMMAND.finditer(page
 @pytest.mark.parametrize("match", COMMANDS, ids=lambda match: match["command"])
 def test_a_page_shows_what_a_command_prints(match):
     assert run_pages.run_command(match) == match["shown"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
+def test_the_options_of_every_command_exist(page, monkeypatch):
+    def parse_only(*args, parse=argparse.ArgumentParser.parse_known_args):
+        found, unknown = parse(*args)
+        found.run = lambda _: 0
+        return found, unknown
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
+    for block in re.findall(r"(?ms)^```sh\n(.*?)^```", page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", "").splitlines():
+            words = shlex.split(line, comments=True)
+            if "tinygrad-mha" in words and "..." not in words:
+                assert main(words[words.index("tinygrad-mha") + 1 :]) == 0, line
 
 
 @pytest.mark.parametrize("name", MODULES)
