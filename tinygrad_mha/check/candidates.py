@@ -117,15 +117,6 @@ class Candidate:
         """The names of the inputs."""
         return ["x"] if self.takes_rows else ["q", "k", "v"]
 
-    @property
-    def has_batch(self) -> bool:
-        """Whether it is given a batch where keys are padded: a function of q, k and v for one head is not."""
-        return self.takes_rows or self.module is not None
-
-    def as_batch(self, inputs: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """The inputs as a batch of one, if `has_batch` and they are none."""
-        return tuple(x[None] if x.ndim == 2 and self.has_batch else x for x in inputs)
-
     def share(self, tensor: Any) -> np.ndarray:
         """The array of a parameter, which shares memory with it."""
         return np.asarray(tensor.detach().numpy() if self.library == "torch" else tensor.data)
@@ -171,6 +162,15 @@ class Candidate:
             kind = y.dtype if isinstance(y, np.ndarray) else type(y).__name__
             raise CandidateError(f"it returned {kind}, expected an array or tensor of floating numbers")
         return y
+
+    def hide(self, inputs: Iterable[np.ndarray], key_allow: np.ndarray, **options: Any) -> np.ndarray:
+        """The result with the same `key_allow` (T_k,) for each sequence of a batch; of one sequence it is made one."""
+        rows = list(inputs)
+        is_alone = rows[0].ndim == 2 and (self.takes_rows or self.module is not None)  # a function may be of one head
+        rows = [x[None] for x in rows] if is_alone else rows
+        key_allow = np.broadcast_to(key_allow, (len(rows[0]) if rows[0].ndim > 2 else 1, len(key_allow)))
+        y = self(*rows, key_allow=key_allow, **options)
+        return y[0] if is_alone and y.ndim == 3 else y
 
     def call_raw(self, *inputs: Any, **options: Any) -> Any:
         """What it returns for arrays or tensors of its library, the first part of a tuple."""
@@ -247,12 +247,12 @@ class Candidate:
                     yield ((*front, TOKENS, int(width)),) * count
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self, calls: int = 1) -> Iterator[None]:
         """Keep the candidate from printing, warning, exiting and recording a graph; its exceptions are one line."""
         out = io.StringIO()
         try:
             with (
-                limiting(SECONDS),
+                limiting(calls * SECONDS),
                 catching_exit(),
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(io.StringIO()),

@@ -389,7 +389,7 @@ def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     is_causal = n > 1 and facts.is_causal and not facts.leaks
     apply_if(is_causal, "a cache serves causal attention of at least two tokens: see causality")
     x = inputs[0].reshape(-1, n, width)[0, -5:]
-    with c.guard():
+    with c.guard(calls=10):
         verdict = kv_cache(c.module, x)
     for first in verdict.failed:
         raise BrokenError(f"{first.name}: {first.message}", explain_cache(c, x, facts) or first.cause, **first.example)
@@ -475,8 +475,7 @@ def check_empty(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         allow[0] = False
         y = c(*inputs, allow=facts.encode(allow))
     else:
-        rows = c.as_batch(inputs)
-        y = c(*rows, key_allow=np.full((len(rows[0]) if rows[0].ndim > 2 else 1, rows[-1].shape[-2]), facts.hides_true))
+        y = c.hide(inputs, np.full(inputs[-1].shape[-2], facts.hides_true))
     cause = "softmax of a fully masked row, -inf - -inf: a query with no key gets nan, which spreads in a batch"
     require(np.isfinite(y).all(), "a query that may attend to no key gets nan", cause)
     return "a query that may attend to no key gets finite numbers"
@@ -493,11 +492,9 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         noise = [fill * rng.standard_normal((*x.shape[:-2], 1, x.shape[-1])) for x in inputs]
         rows = [np.concatenate([extra, x], axis=-2) for extra, x in zip(noise, inputs, strict=True)]
         rows, first = [x * size if i < 2 else x for i, x in enumerate(rows)], inputs[0] * size
-        rows = list(c.as_batch(rows if c.takes_rows else [first, *rows[1:]]))
+        rows = rows if c.takes_rows else [first, *rows[1:]]
         options = {"positions": np.maximum(np.arange(n + 1) - 1, 0)[None]} if "positions" in c.options else {}
-        key_allow = np.broadcast_to(np.arange(n + 1) > 0, (len(rows[0]) if rows[0].ndim > 2 else 1, n + 1))
-        y = c(*rows, key_allow=key_allow ^ hides, **options)
-        return (y[0] if inputs[0].ndim == 2 and y.ndim == 3 else y)[..., -inputs[0].shape[-2] :, :]
+        return c.hide(rows, (np.arange(n + 1) > 0) ^ hides, **options)[..., -first.shape[-2] :, :]
 
     alone = c(*inputs)
     found = [hides for hides in (False, True) if is_equal(run(3.0, hides), alone)]
