@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -88,7 +89,7 @@ def test_a_layer_of_a_model_is_changed_and_the_model_is_not(mask):
         Experiment(Settings(sentence="to", mask="none"), alibi, tokenizer)
     assert values["W_V1"][0, 1] == 3.0
     assert np.array_equal(model.h[1].attn.c_attn.weight.numpy(), before)
-    with pytest.raises(ValueError, match="layers 0 to 1"):
+    with pytest.raises(ValueError, match="layers 1 to 2, got layer 3"):
         Experiment(Settings(sentence="to", layer=2), model, tokenizer)
 
 
@@ -168,6 +169,41 @@ def test_ctrl_c_ends_the_command_and_frees_the_port():
     assert process.wait(20) == 130
     assert not is_open(port)
     process.stdout.close()
+
+
+@pytest.fixture
+def small_model():
+    tokenizer = tg.data.CharTokenizer.of("to be or not")
+    config = tg.nn.GPTConfig(tokenizer.vocab_size, block_size=16, n_layer=2, n_head=2, n_embd=6)
+    return tg.nn.GPT(config).eval(), tokenizer
+
+
+def test_the_whole_model_is_shown_with_the_changed_layer_in_it(small_model):
+    model, tokenizer = small_model
+    text = "to be"
+
+    def logits(**changes):
+        page = Experiment(Settings.from_json({"sentence": text, "whole": True} | changes), model, tokenizer).run()[
+            "page"
+        ]
+        return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])["sampling"]["logits"]
+
+    assert logits() == logits(layer=1)
+    assert logits() != logits(layer=1, cut=[1, 2])
+    with pytest.raises(ValueError, match="X is computed by the earlier layers"):
+        Experiment(Settings(sentence=text, whole=True, edits=[["X", 0, 0, 1.0]]), model, tokenizer)
+
+
+def test_a_path_is_translated_completely(lab):
+    words = json.loads(read_page_file("lab_words.json"))["zh"]["path_words"]
+    status, result = ask(lab, body={"mask": "broken"})
+    assert status == 200
+    text = result["leaks"][0]["path"]
+    assert "the first to mix rows" in text
+    for english, own in words:
+        text = re.sub(english, re.sub(r"\$(\d)", r"\\\1", own), text)
+    assert text.startswith("最先混合各行的操作是 matmul（在 attention 中）")
+    assert not re.search(r"\b(in|the|over|axis|path|to)\b", text)
 
 
 def test_both_languages_of_the_lab_say_the_same_things():

@@ -25,7 +25,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha.check import GradcheckReport, attention, gradcheck
-from tinygrad_mha.data import Tokenizer, load_tokenizer, split_words
+from tinygrad_mha.data import Tokenizer, load_tokenizer, name_token, split_words
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
 from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
 from tinygrad_mha.files.json_files import read_json
@@ -506,7 +506,7 @@ def run_show(args: argparse.Namespace) -> int:
         model, tokenizer = open_model_of_sentence(args)
         ids = tokenizer.encode(args.sentence)
         _, model_trace = model(ids, trace=True)
-        tg.show(model_trace, [tokenizer.decode([i]) for i in ids], layer=args.layer or 0, head=args.head)
+        tg.show(model_trace, [name_token(tokenizer, i) for i in ids], layer=args.layer or 0, head=args.head)
         return 0
     mha, x, words = read_sentence(args)
     y, trace = mha(x, causal=not args.no_mask, trace=True)

@@ -27,6 +27,7 @@ __all__ = ["BPETokenizer", "Batches", "CharTokenizer", "StreamDecoder", "Tokeniz
 __all__ += [
     "builtin_corpus",
     "load_tokenizer",
+    "name_token",
     "read_text",
     "restore_generator",
     "show_token",
@@ -320,6 +321,27 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     raise FileNotFoundError(
         f"no tokenizer in {folder}: expected {CharTokenizer.FILE}, or {BPETokenizer.FILE}, or vocab.json and merges.txt"
     )
+
+
+def name_token(tokenizer: Any, i: int) -> str:
+    """The piece of text of a token id, for people to read.
+
+    Bytes that are a part of a character are written as `\\xe4`, an id that the tokenizer does not know as `<7>`, and
+    without a tokenizer (None) an id is its own name.
+
+    Example:
+        >>> name_token(CharTokenizer.of("abc"), 1), name_token(None, 1)
+        ('b', '1')
+    """
+    if tokenizer is None:
+        return str(i)
+    try:
+        text: str = tokenizer.decode([i])
+        if "\ufffd" in text:
+            return "".join(f"\\x{byte:02x}" for byte in tokenizer.decode_bytes([i]))
+    except (ValueError, LookupError):  # a model may have more ids than its tokenizer
+        return f"<{i}>"
+    return text
 
 
 def show_token(token: str) -> str:

@@ -6,6 +6,7 @@ serves it at an address of this machine that contains a secret token.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -20,7 +21,7 @@ import numpy as np
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import check_choice, check_count, check_integer, is_number
 from tinygrad_mha.check import dependencies
-from tinygrad_mha.data import Tokenizer
+from tinygrad_mha.data import Tokenizer, name_token
 from tinygrad_mha.demo import embed_words
 from tinygrad_mha.nn import GPT, LayerNorm, Module, MultiHeadAttention, RMSNorm
 from tinygrad_mha.nn.positions import SCHEMES
@@ -54,7 +55,8 @@ class Settings:
     Attributes:
         sentence: words, or for a model any text.
         n_head, d_model, d_k, d_v, position, norm, seed: of an attention with random weights.
-        layer: of a model.
+        layer: of a model, from 0.
+        whole: whether the page shows the whole model, with the changed layer in it.
         mask: "causal"; "broken": each token also sees the one after it; "none".
         cut: heads whose result is replaced by zeros, from 1.
         identity: weights that are replaced by the identity: "wq", "wk", "wv", "wo".
@@ -70,6 +72,7 @@ class Settings:
     norm: str = "none"
     seed: int = 0
     layer: int = 0
+    whole: bool = False
     mask: str = "causal"
     cut: list[int] = field(default_factory=list)
     identity: list[str] = field(default_factory=list)
@@ -99,6 +102,8 @@ class Settings:
                 raise ValueError(f"{name} must be in 0 ... 2**32 - 1, got {getattr(settings, name)}")
         for name, choices in (("mask", MASKS), ("norm", NORMS), ("position", POSITIONS), ("lang", LANGUAGES)):
             check_choice(getattr(settings, name), tuple(choices), name)
+        if not isinstance(settings.whole, bool):
+            raise TypeError(f"whole must be true or false, got {settings.whole!r}"[:200])
         for name in ("cut", "identity", "edits"):
             if not isinstance(getattr(settings, name), list) or len(getattr(settings, name)) > MOST_EDITS:
                 raise ValueError(f"{name} must be a list of at most {MOST_EDITS} entries")
@@ -167,6 +172,7 @@ class Experiment:
     def __init__(self, settings: Settings, model: GPT | None = None, tokenizer: Tokenizer | None = None) -> None:
         self.settings = settings
         self._is_model = model is not None
+        self._tokenizer: Tokenizer | None = None  # of the page of a whole model
         norm: Module | None = None
         if model is None:
             s, self.tokens = settings, settings.sentence.split()
@@ -179,15 +185,18 @@ class Experiment:
         else:
             assert tokenizer is not None
             ids = tokenizer.encode(settings.sentence)
+            if settings.whole and any(edit[0] == "X" for edit in settings.edits):
+                raise ValueError("X is computed by the earlier layers: edit it where one layer is shown")
             if settings.layer >= len(model.h):
-                raise ValueError(f"this model has the layers 0 to {len(model.h) - 1}, got layer={settings.layer}")
+                raise ValueError(f"this model has the layers 1 to {len(model.h)}, got layer {settings.layer + 1}")
             options = model.config
             has_bias = options.position in ("alibi", "relative") or not isinstance(options.position, str)
             if settings.mask != "causal" and (has_bias or options.window or options.score):
                 raise ValueError("the mask can only be changed where scores have no bias, window or score option")
-            self.tokens = [tokenizer.decode([i]) for i in ids.tolist()]
+            self.tokens = [name_token(tokenizer, i) for i in ids.tolist()]
             self._check_length()
-            part = run_model(model, ids).parts[f"h.{settings.layer}.attn"]
+            run = run_model(model, ids)
+            part = run.parts[f"h.{settings.layer}.attn"]
             attention, self.x = part.module, part.x.numpy().copy()
         self._weights = find_weights(attention)
         self._replace_weights()
@@ -197,6 +206,12 @@ class Experiment:
         kept = np.array([[[head + 1 not in settings.cut]] for head in range(n_head)], float) if settings.cut else None
         kind_of = Changed if settings.mask == "causal" else ChangedWithoutCache
         self.attention = kind_of(attention, norm, settings.mask, kept).eval()
+        self._shown: tuple[Any, Any] = (self.attention, self.x)
+        if model is not None and settings.whole:
+            changed = copy.deepcopy(model).eval()
+            changed.h[settings.layer].attn = self.attention
+            self._tokenizer = tokenizer
+            self._shown = changed, ids
 
     def _check_length(self) -> None:
         if not 1 <= len(self.tokens) <= MOST_TOKENS:
@@ -224,7 +239,8 @@ class Experiment:
     def run(self) -> dict[str, Any]:
         """The page, the verdict of `check.dependencies`, and the Python lines, for JSON."""
         start = time.perf_counter()
-        page = walkthrough(self.attention, self.x, self.tokens, lang=self.settings.lang)
+        module, x = self._shown
+        page = walkthrough(module, x, self.tokens, lang=self.settings.lang, tokenizer=self._tokenizer)
         found = dependencies(self.attention, self.x)
         paths = [{"row": i, "sees": j, "path": found.paths.get((i, j), "").split("; line:")[0]} for i, j in found.leaks]
         return {
@@ -339,12 +355,14 @@ class LabServer(ThreadingHTTPServer):
 
     def write_page(self) -> str:
         """The page of the lab, without results."""
-        facts = {"model": self.model is not None, "n_head": 0 if self.model is None else self.model.config.n_head}
+        heads, layers = (0, 0) if self.model is None else (self.model.config.n_head, len(self.model.h))
+        facts = {"model": self.model is not None, "n_head": heads, "layers": layers}
         choices = {"mask": MASKS, "norm": list(NORMS), "position": POSITIONS}
         data = {"settings": asdict(Settings()), "choices": choices, "facts": facts, "tokens": []}
         words = write_json(json.loads(read_page_file("lab_words.json")))
         parts = read_parts("lab") | {"WORDS": words, "DATA": write_json(data)}
-        return fill_page("lab.html", parts | allow_room(read_parts("page")))
+        rooms = allow_room(read_parts("page")) | allow_room(read_parts("model"), "MODEL")
+        return fill_page("lab.html", parts | rooms)
 
 
 class Handler(BaseHTTPRequestHandler):

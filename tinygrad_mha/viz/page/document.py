@@ -22,6 +22,7 @@ import numpy as np
 
 from tinygrad_mha import modes
 from tinygrad_mha.arguments import as_ids, check_choice
+from tinygrad_mha.data import name_token
 from tinygrad_mha.files import replacing
 from tinygrad_mha.nn import GPT, Module
 from tinygrad_mha.nn.contract import find_options
@@ -127,7 +128,7 @@ def walkthrough(
             if layer is None:
                 return finish(make_model_page(mha, ids, tokens, causal, grad, lang, tokenizer), path)
             if tokens is None and tokenizer is not None:
-                tokens = [tokenizer.decode([i]) for i in as_ids(ids, "ids").ravel().tolist()]
+                tokens = [name_token(tokenizer, i) for i in as_ids(ids, "ids").ravel().tolist()]
             subject = prepare_layer(mha, ids, layer, grad)
         elif not (isinstance(mha, Module) and (hasattr(mha, "per_head") or "edit" in find_options(type(mha).forward))):
             expected = "a MultiHeadAttention or a GPT, or a module with a method per_head or a forward that takes edit"
@@ -223,9 +224,9 @@ def write_model_page(data: Json, lang: str, exact: bool, parameter_limit: int, l
     return fill_page("model.html", read_parts("model") | more)
 
 
-def allow_room(room_parts: dict[str, str]) -> dict[str, str]:
-    """The hashes by which a page with a page of an attention inside of it allows the parts of that."""
-    return {f"ROOM_{name}": room_parts[name] for name in ("STYLE_HASH", "SCRIPT_HASH")}
+def allow_room(room_parts: dict[str, str], prefix: str = "ROOM") -> dict[str, str]:
+    """The hashes by which a page with another page inside of it allows the parts of that."""
+    return {f"{prefix}_{name}": room_parts[name] for name in ("STYLE_HASH", "SCRIPT_HASH")}
 
 
 def read_parts(name: str) -> dict[str, str]:

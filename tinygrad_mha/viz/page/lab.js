@@ -24,13 +24,16 @@ async function compute() {
   }
   python = result.python;
   const [leak] = result.leaks;
-  const path = leak ? ' ' + say('path', {row: leak.row + 1, sees: leak.sees + 1, path: leak.path, count: result.leaks.length}) : '';
+  const path = leak ? ' ' + say('path', {row: leak.row + 1, sees: leak.sees + 1, path: translate(leak.path), count: result.leaks.length}) : '';
   get('verdict').replaceChildren(make('b', '', {}, say(result.causal ? 'causal' : 'leak')), path,
     make('small', '', {}, ` ${say('computed_in', {milliseconds: result.milliseconds})}`));
   const before = get('frame').contentDocument?.documentElement.dataset.state;
   const begin = JSON.stringify({...JSON.parse(before ?? '{}'), lang: settings.lang});
   get('frame').srcdoc = result.page.replace('<html lang="en">', () => `<html lang="en" data-state='${begin}'>`);
 }
+
+/** A path that Python has written, in the language of the page. */
+const translate = path => words[state.lang].path_words.reduce((text, [english, own]) => text.replace(new RegExp(english, 'g'), own), path);
 
 /** A click on a number of X or of a weight chooses it. */
 function listen() {
@@ -57,7 +60,7 @@ function change(name, value) {
 }
 
 function field(name, type = 'number') {
-  const input = make('input', '', {id: name, type, value: settings[name], ...(type === 'number' ? {min: name === 'seed' || name === 'layer' ? 0 : 1} : {maxlength: 500})});
+  const input = make('input', '', {id: name, type, value: settings[name], ...(type === 'number' ? {min: name === 'seed' ? 0 : 1} : {maxlength: 500})});
   input.addEventListener('change', () => change(name, type === 'number' ? Number(input.value) : input.value));
   return make('label', '', {}, say('set_' + name), input);
 }
@@ -67,6 +70,17 @@ function choice(name) {
   input.value = settings[name];
   input.addEventListener('change', () => change(name, input.value));
   return make('label', '', {}, say('set_' + name), input);
+}
+
+/** Which layer of the model is changed, counted from 1, and whether the page shows it alone or in the whole model. */
+function layerChoice() {
+  const input = make('select', '', {id: 'layer'}, ...Array.from({length: data.facts.layers}, (_, i) => make('option', '', {value: i}, i + 1)));
+  input.value = settings.layer;
+  input.addEventListener('change', () => change('layer', Number(input.value)));
+  const whole = make('input', '', {id: 'whole', type: 'checkbox'});
+  whole.checked = settings.whole;
+  whole.addEventListener('change', () => change('whole', whole.checked));
+  return [make('label', '', {}, say('set_layer'), input), make('label', '', {}, whole, say('set_whole'))];
 }
 
 function several(name, values) {
@@ -90,7 +104,7 @@ function draw() {
     settings.edits.push([chosen.name, chosen.row, chosen.column, value.value.trim() === '' ? null : Number(value.value)]);
     compute().then(() => get('verdict').className === 'error' && settings.edits.pop());
   });
-  const shape = data.facts.model ? [field('layer')] : [...['n_head', 'd_model', 'd_k', 'd_v', 'seed'].map(name => field(name)), choice('position'), choice('norm')];
+  const shape = data.facts.model ? layerChoice() : [...['n_head', 'd_model', 'd_k', 'd_v', 'seed'].map(name => field(name)), choice('position'), choice('norm')];
   const heads = Array.from({length: data.facts.model ? data.facts.n_head : settings.n_head}, (_, i) => i + 1);
   get('panel').replaceChildren(field('sentence', 'text'), ...shape, choice('mask'), ...(heads.length ? [several('cut', heads)] : []),
     several('identity', ['wq', 'wk', 'wv', 'wo']), make('label', '', {}, make('span', '', {id: 'chosen'}, say('edit')), value),

@@ -12,6 +12,7 @@ import numpy as np
 
 from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.arguments import as_ids
+from tinygrad_mha.data import name_token
 from tinygrad_mha.decoding.sampling import Sampler, compute_probabilities
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.tensors import Tensor
@@ -142,17 +143,8 @@ class Names:
     def add(self, i: int) -> int:
         """Find the name of an id, and return the id."""
         if i not in self.names:
-            self.names[i] = str(i) if self.tokenizer is None else self._find(i)
+            self.names[i] = name_token(self.tokenizer, i)
         return i
-
-    def _find(self, i: int) -> str:
-        try:
-            text: str = self.tokenizer.decode([i])
-            if "\ufffd" in text:  # a part of a character
-                return "".join(f"\\x{byte:02x}" for byte in self.tokenizer.decode_bytes([i]))
-        except (ValueError, LookupError):  # a model may have more ids than its tokenizer
-            return f"<{i}>"
-        return text
 
 
 def find_results(run: ModelRun) -> tuple[dict[str, Json], list[str], list[list[Json]]]:

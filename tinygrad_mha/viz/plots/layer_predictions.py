@@ -9,7 +9,7 @@ import numpy as np
 
 from tinygrad_mha import ops
 from tinygrad_mha.arguments import as_ids
-from tinygrad_mha.data import show_token
+from tinygrad_mha.data import name_token, show_token
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.viz.plots.figures import Plot, add_scale, finish_plot, make_colormap, new_plot, text_color
@@ -38,7 +38,7 @@ def plot_logit_lens(model: GPT, ids: Any, tokenizer: Any = None, path: str | os.
         raise ValueError(f"a logit lens shows one sequence of ids, (T,), got shape {idx.shape}")
 
     def name(i: int) -> str:
-        return str(i) if tokenizer is None else show_token(tokenizer.decode([i]))
+        return show_token(name_token(tokenizer, i))
 
     likely, probability = predict_from_layers(model, idx)
     rows = ["embedding", *(f"layer {i}" for i in range(1, len(likely)))]
