@@ -28,7 +28,6 @@ from tinygrad_mha.nn.positions import SCHEMES
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.page.document import (
     LANGUAGES,
-    allow_room,
     fill_page,
     read_page_file,
     read_parts,
@@ -361,8 +360,7 @@ class LabServer(ThreadingHTTPServer):
         data = {"settings": asdict(Settings()), "choices": choices, "facts": facts, "tokens": []}
         words = write_json(json.loads(read_page_file("lab_words.json")))
         parts = read_parts("lab") | {"WORDS": words, "DATA": write_json(data)}
-        rooms = allow_room(read_parts("page")) | allow_room(read_parts("model"), "MODEL")
-        return fill_page("lab.html", parts | rooms)
+        return fill_page("lab.html", parts, [read_parts("page"), read_parts("model")], connect="'self'")
 
 
 class Handler(BaseHTTPRequestHandler):

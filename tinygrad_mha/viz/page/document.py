@@ -220,13 +220,8 @@ def write_model_page(data: Json, lang: str, exact: bool, parameter_limit: int, l
     rooms = "".join(f'<script type="application/json" id="room-{i}">{text}</script>' for i, text in enumerate(texts))
     room_parts = read_parts("page")
     template = write_json(fill_page("page.html", room_parts | {"DATA": "{{DATA}}"}))
-    more = {"ROOMS": rooms, "TEMPLATE": template, "DATA": write_json(content)} | allow_room(room_parts)
-    return fill_page("model.html", read_parts("model") | more)
-
-
-def allow_room(room_parts: dict[str, str], prefix: str = "ROOM") -> dict[str, str]:
-    """The hashes by which a page with another page inside of it allows the parts of that."""
-    return {f"{prefix}_{name}": room_parts[name] for name in ("STYLE_HASH", "SCRIPT_HASH")}
+    more = {"ROOMS": rooms, "TEMPLATE": template, "DATA": write_json(content)}
+    return fill_page("model.html", read_parts("model") | more, [room_parts])
 
 
 def read_parts(name: str) -> dict[str, str]:
@@ -240,8 +235,17 @@ def read_parts(name: str) -> dict[str, str]:
     return hashes | {"STYLE": style, "SCRIPT": script, "WORDS": write_json(words)}
 
 
-def fill_page(name: str, parts: dict[str, str]) -> str:
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], read_page_file(name))
+def fill_page(name: str, parts: dict[str, str], inner: Sequence[dict[str, str]] = (), connect: str = "") -> str:
+    """A page from its file and the common head.
+
+    Args:
+        parts: what stands in the file for {{NAME}}, among it the parts that `read_parts` gives.
+        inner: the parts of pages that are shown inside of it, whose styles and scripts it allows too.
+        connect: what it may load, for its content security policy; by default nothing.
+    """
+    allowed = {f"{kind}_HASHES": " ".join(p[f"{kind}_HASH"] for p in (parts, *inner)) for kind in ("STYLE", "SCRIPT")}
+    every = parts | allowed | {"CONNECT": connect and f"connect-src {connect}; "}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: every[found[1]], read_page_file("head.html") + read_page_file(name))
 
 
 def read_page_file(name: str) -> str:
@@ -249,8 +253,8 @@ def read_page_file(name: str) -> str:
 
 
 def hash_source(text: str) -> str:
-    """The hash by which a content security policy names a script or style."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    """The hash by which a content security policy names a script or style, in its quotes."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def write_json(content: Any) -> str:
