@@ -476,7 +476,7 @@ def test_a_text_shorter_than_a_block_and_its_target_is_refused(n):
     [(np.ones(9), 2, 2), (np.ones((9, 9), int), 2, 2), (np.arange(9), 0, 2), (np.arange(9), 2, 0)],
 )
 def test_invalid_arguments_of_batches_are_refused(ids, block, batch):
-    with pytest.raises(ValueError, match=r"expected one row of integer ids|must be 1 or more"):
+    with pytest.raises(ValueError, match=r"expected one row of integer ids|must be an integer of at least 1"):
         Batches(ids, block, batch)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha import Tensor, nn, ops, optim
+from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
 
 pytestmark = pytest.mark.usefixtures("kind")  # both kinds of kernels
 
@@ -720,3 +721,117 @@ def test_the_same_seed_gives_the_same_bits_in_every_process(kind):
         for seed in range(2)
     }  # fmt: skip
     assert len(runs) == 1
+
+
+# ------------------------------------------------------------------------------------- derivatives inside of functions
+
+DERIVATIVES = {
+    "jacobian": lambda x: tg.jacobian(lambda z: z**3 * z[0], x),
+    "hessian": lambda x: tg.hessian(lambda z: (z**4).sum() * z[0], x),
+    "hvp": lambda x: tg.hvp(lambda z: (z**4).sum() * z[1], x, np.array([1.0, -2.0, 0.5])),
+    "jvp": lambda x: tg.jvp(lambda z: z**3 * z[0], (x,), (np.array([1.0, -2.0, 0.5]),))[1],
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_derivative_inside_of_a_function_is_differentiated_too(name):
+    assert tg.gradcheck(DERIVATIVES[name], np.array([0.7, -1.1, 1.3])).ok
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_derivative_at_numbers_or_under_no_grad_is_a_constant(name):
+    x = np.array([0.7, -1.1, 1.3])
+    expected = DERIVATIVES[name](tg.Tensor(x, requires_grad=True)).numpy()
+    with tg.no_grad():
+        quiet = DERIVATIVES[name](tg.Tensor(x, requires_grad=True))
+    assert not quiet.requires_grad
+    np.testing.assert_array_equal(quiet.numpy(), expected)
+    np.testing.assert_array_equal(DERIVATIVES[name](x).numpy(), expected)
+
+
+def test_masked_arrays_in_a_list_are_refused():
+    row = np.ma.masked_array([1.0, 2.0], [True, False])
+    with pytest.raises(TypeError, match="lose its mask"):
+        tg.Tensor([row, row])
+
+
+def test_tiny_numbers_beside_infinite_ones_are_printed_as_0():
+    assert "[ 1., inf,  0.]" in repr(tg.Tensor([1.0, np.inf, 1e-17]))
+    assert "[ 1., nan, -0.]" in repr(tg.Tensor([1.0, np.nan, -1e-17]))
+
+
+def test_a_module_is_converted_to_the_byte_order_of_this_machine():
+    assert nn.Linear(2, 3).astype(">f8").weight.dtype.isnative
+
+
+@pytest.mark.parametrize("ignored", [1.5, None, "3"])
+def test_an_ignored_target_is_an_integer(ignored):
+    with pytest.raises(TypeError, match="ignore_index must be an integer"):
+        ops.cross_entropy(tg.Tensor(np.ones((2, 3))), [0, 1], ignore_index=ignored)
+
+
+# ------------------------------------------------------------------------------------------------ attributes of modules
+
+
+class Holder(nn.Module):
+    def __init__(self, held):
+        self.held = held
+
+    def forward(self, x):
+        return x
+
+
+def parameter():
+    return tg.Tensor([1.0, 2.0], requires_grad=True)
+
+
+@pytest.mark.parametrize("new", [[np.ones(2)], (), {}, np.ones((2, 2))])
+@pytest.mark.parametrize("held", [lambda: [parameter()], lambda: {"a": [parameter()]}, lambda: nn.Linear(2, 3)])
+def test_parameters_are_not_replaced_by_what_holds_none(held, new):
+    module = Holder(held())
+    names = [name for name, _ in module.named_parameters()]
+    with pytest.raises(TypeError, match="holds none"):
+        module.held = new
+    assert [name for name, _ in module.named_parameters()] == names
+    module.held = None
+    assert module.parameters() == []
+
+
+def test_a_parameter_is_not_replaced_by_a_computed_tensor():
+    module = Holder(parameter())
+    with pytest.raises(TypeError, match="neither trained nor saved"):
+        module.held = module.held * 0.9
+    assert len(module.parameters()) == 1
+
+
+def test_methods_are_not_shadowed_by_attributes_of_classes_and_objects():
+    with pytest.raises(AttributeError, match="count is a method of Module"):
+        type("Counter", (nn.Module,), {"count": 0})
+    with pytest.raises(AttributeError, match="per_head is a method of MultiHeadAttention"):
+        nn.MultiHeadAttention(6, 2).per_head = 3
+    with pytest.raises(AttributeError, match="forward is a method"):
+        Holder(None).forward = 0
+
+
+def test_a_class_may_define_a_method_of_module_again():
+    kind = type("Counter", (Holder,), {"count": lambda self: 7})
+    assert kind(None).count() == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("generate", "tg.generate"), ("to", "astype"), ("children", "named_modules"), ("foo", "'foo'$")]
+)
+def test_an_error_about_a_method_of_pytorch_modules_gives_ours(name, words):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{words}" if name != "foo" else words):
+        getattr(nn.Linear(2, 3), name)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_a_folder_of_a_wrapped_model_is_refused_in_one_line(prefix, tmp_path):
+    config = nn.GPTConfig(vocab_size=11, block_size=7, n_layer=1, n_head=2, n_embd=6)
+    nn.GPT(config, seed=0).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_arrays(path, {prefix + name: array for name, array in load_arrays(path).items()})
+    with pytest.raises(CheckpointError, match=f"all names begin with '{prefix}'") as caught:
+        nn.GPT.from_pretrained(tmp_path)
+    assert "missing" not in str(caught.value)

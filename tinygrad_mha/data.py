@@ -496,8 +496,7 @@ class Batches:
         self.ids = np.asarray(ids)
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iu":
             raise ValueError(f"expected one row of integer ids, got shape {self.ids.shape} of {self.ids.dtype}")
-        if block_size < 1 or batch_size < 1:
-            raise ValueError(f"block_size and batch_size must be 1 or more, got {block_size} and {batch_size}")
+        block_size, batch_size = check_count(block_size, "block_size"), check_count(batch_size, "batch_size")
         if len(self.ids) < block_size + 1:
             raise ValueError(
                 f"the text is too short: {len(self.ids)} tokens, and a block of {block_size} with its targets takes "

@@ -289,7 +289,8 @@ def from_data(data: Any, dtype: Any = None, beside: Iterable[Any] = ()) -> np.nd
     Raises:
         TypeError: the data are not real numbers, or are masked.
     """
-    if isinstance(data, np.ma.MaskedArray):
+    parts = data if isinstance(data, (list, tuple)) else [data]
+    if any(isinstance(x, np.ma.MaskedArray) for x in parts):
         raise TypeError(
             "a masked array would lose its mask: use data.filled(value), or tg.ops.where(mask, value, data.data)"
         )

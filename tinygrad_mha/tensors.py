@@ -308,7 +308,8 @@ class Tensor:
 
     def __repr__(self) -> str:
         # Beside numbers of ordinary size, tiny ones are printed as 0: else one of them gives all of them exponents.
-        largest = np.max(np.abs(self._data), initial=0) if self._data.dtype.kind == "f" else 0
+        data = self._data
+        largest = np.max(np.abs(data), initial=0, where=np.isfinite(data)) if data.dtype.kind == "f" else 0
         is_ordinary = bool(0.01 <= largest < 1e8)
         values = np.array2string(
             self._data, separator=", ", prefix="Tensor(", threshold=200, precision=4, suppress_small=is_ordinary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-__all__ = ["METHODS", "MODULES", "OPERATIONS", "TOP_LEVEL", "find_hint", "raise_unknown"]
+__all__ = ["METHODS", "MODULES", "MODULE_METHODS", "OPERATIONS", "TOP_LEVEL", "find_hint", "raise_unknown"]
 
 # Methods and attributes of a Tensor.
 METHODS = {
@@ -163,6 +163,34 @@ MODULES = {
     "Conv2d": "there are no convolutions",
     "Conv1d": "there are no convolutions",
     "BatchNorm1d": "there is no batch norm: use nn.LayerNorm or nn.RMSNorm",
+}
+
+
+# Methods of a module.
+MODULE_METHODS = {
+    "generate": "use tg.generate(model, ids, max_new_tokens=n)",
+    "to": "use astype(dtype); arrays are always in main memory",
+    "cpu": "arrays are always in main memory; nothing is needed in its place",
+    "cuda": "arrays are always in main memory",
+    "float": "use astype(np.float32)",
+    "double": "use astype(np.float64)",
+    "half": "use astype(np.float16)",
+    "modules": "use named_modules(), pairs of a name and a module",
+    "children": "use named_modules(), pairs of a name and a module",
+    "named_children": "use named_modules(), pairs of a name and a module",
+    "buffers": "a Tensor without requires_grad is part of the state, see state_dict()",
+    "named_buffers": "a Tensor without requires_grad is part of the state, see state_dict()",
+    "register_buffer": "assign a Tensor without requires_grad to an attribute",
+    "register_parameter": "assign a Tensor with requires_grad=True to an attribute",
+    "register_module": "assign the module to an attribute",
+    "add_module": "assign the module to an attribute",
+    "requires_grad_": "set requires_grad of each of parameters()",
+    "apply": "loop over named_modules()",
+    "num_parameters": "use count()",
+    "get_num_params": "use count()",
+    "configure_optimizers": "use tg.optim.AdamW(model.parameters(), lr=rate)",
+    "register_forward_hook": "give the module a forward that does it, or see tg.record()",
+    "compile": "nothing is needed in its place",
 }
 
 

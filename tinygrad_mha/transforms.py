@@ -1,4 +1,8 @@
-"""Derivatives as functions: grad, vjp, jvp, jacobian, hessian, hvp. None reads or writes a `.grad`."""
+"""Derivatives as functions: grad, vjp, jvp, jacobian, hessian, hvp. None reads or writes a `.grad`.
+
+The results of jvp, jacobian, hessian and hvp can be differentiated again with respect to an input that is a tensor with
+requires_grad, unless they are computed under `no_grad`.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +95,11 @@ def variable(x: Any) -> Tensor:
     return Tensor(x, requires_grad=True)
 
 
+def is_recorded(x: Any) -> bool:
+    """Whether a derivative at `x` can itself be differentiated with respect to `x`."""
+    return isinstance(x, Tensor) and x.requires_grad and modes.is_grad_enabled()
+
+
 def run(f: Function, xs: Sequence[Tensor]) -> Tensor:
     """f(*xs) with gradients on; TypeError unless it is a Tensor."""
     with modes.enable_grad():
@@ -155,13 +164,12 @@ def as_sequence(xs: Any) -> list[Any]:
 def jacobian(f: Function, x: Any) -> Tensor:
     """All derivatives of `f` at `x`: a tensor of shape y.shape + x.shape, from one backward per element of y."""
     y, pull = vjp(f, x)
-    unit = np.zeros(y.size, y.dtype)
-    rows = []
-    for i in range(y.size):
-        unit[i] = 1
-        rows.append(pull(unit.reshape(y.shape))[0].numpy())
-        unit[i] = 0
-    return wrap(np.array(rows, dtype=y.dtype).reshape(*y.shape, *np.shape(plain(x))))
+    units = np.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
+    shape = (*y.shape, *np.shape(plain(x)))
+    if is_recorded(x):
+        rows = [pull(unit, create_graph=True)[0] for unit in units]
+        return ops.reshape(ops.stack(*rows, axis=0), shape=shape) if rows else Tensor(np.zeros(shape, y.dtype))
+    return wrap(np.array([pull(unit)[0].numpy() for unit in units], dtype=y.dtype).reshape(shape))
 
 
 def hessian(f: Function, x: Any) -> Tensor:
@@ -171,7 +179,7 @@ def hessian(f: Function, x: Any) -> Tensor:
 
 def hvp(f: Function, x: Any, v: Any) -> Tensor:
     """The Hessian of a scalar `f` at `x` times `v`, in the shape of x: the derivative of <grad f, v>."""
-    x = variable(x)
+    recorded, x = is_recorded(x), variable(x)
     with modes.enable_grad():
         (first,) = grad(run(f, [x]), x, create_graph=True)
-        return grad(ops.sum(first * as_direction(v, first)), x)[0]
+        return grad(ops.sum(first * as_direction(v, first)), x, create_graph=recorded)[0]

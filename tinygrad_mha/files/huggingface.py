@@ -29,6 +29,7 @@ __all__ = ["FORMATS", "Folder", "Format", "Key", "find_end_ids", "read_folder", 
 IS_LINEAR = re.compile(r"(^|\.)c_\w+\.weight$")
 HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # norms and linear layers
 # Arrays of older files that are not parameters: causal masks (not h.0.attn.c_attn.bias), and frequencies of Llama.
+WRAPPERS = ("_orig_mod.", "module.")
 BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -122,6 +123,12 @@ class Format:
 
     def read_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Their parameters in our names and layout. Unknown names are kept."""
+        for wrapper in WRAPPERS:
+            if arrays and all(name.startswith(wrapper) for name in arrays):
+                raise CheckpointError(
+                    f"{path}: all names begin with {wrapper!r}, which torch.compile or DataParallel puts in front: "
+                    f"save the model that was wrapped, or rename the arrays"
+                )
         origins = {name: (ours, i) for ours, names in self.names.items() for i, name in enumerate(names)}
         found: dict[str, dict[int, np.ndarray]] = {}
         for full_name, array in arrays.items():

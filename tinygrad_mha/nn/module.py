@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
 from tinygrad_mha import modes
 from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
+from tinygrad_mha.primitives import as_dtype
 from tinygrad_mha.tensors import Tensor, mark_written
+from tinygrad_mha.torch_names import MODULE_METHODS, find_hint
 
 __all__ = ["Module", "Scope", "copy_on_arrays", "has_array_forward", "walk"]
 
@@ -104,15 +107,39 @@ class Module:
         if isinstance(held, Tensor) and not isinstance(value, (Tensor, Module, type(None))):
             hint = f"{name}.assign_(array) writes numbers into it"
             raise TypeError(f"{name} is a tensor of {type(self).__name__}, not a {type(value).__name__}; {hint}")
-        if name != "forward" and callable(vars(Module).get(name)):
-            raise AttributeError(f"{name} is a method of Module: choose another name for this attribute")
+        check_overrides(name, value, type(self))
         contents = list(walk(value, name, enter_modules=False))
+        if isinstance(held, (list, tuple, dict, Module)) and isinstance(value, (list, tuple, dict, np.ndarray)):
+            lost = [path for path, found in walk(held, name) if isinstance(found, Tensor) and found.requires_grad]
+            if lost and not contents:
+                raise TypeError(
+                    f"{lost[0]} is a parameter of {type(self).__name__}, and the new {name} holds none: assign_(array) "
+                    f"writes numbers into a parameter; set {name} to None first to remove it"
+                )
+        is_parameter = isinstance(held, Tensor) and held.requires_grad and held.node is None
+        if is_parameter and isinstance(value, Tensor) and value.node is not None:
+            raise TypeError(
+                f"{name} is a parameter of {type(self).__name__}, and a computed tensor in its place would be neither "
+                f"trained nor saved: {name}.assign_(tensor.numpy()) writes numbers into it"
+            )
         object.__setattr__(self, name, value)
         for path, found in contents:
             if isinstance(found, Module):
                 object.__setattr__(found, "_name", path)
 
     # ------------------------------------------------------------------------------------------------------- contents
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name, value in vars(cls).items():
+            if not name.startswith("__"):
+                check_overrides(name, value, Module, in_class=True)
+
+    if not TYPE_CHECKING:  # type checkers would accept every attribute
+
+        def __getattr__(self, name: str) -> Any:  # called for unknown names only
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{find_hint(name, MODULE_METHODS)}"
+            raise AttributeError(message, name=name, obj=self)
 
     def named_modules(self) -> list[tuple[str, Module]]:
         """This module, named "", and all modules in it, each once, parents first."""
@@ -244,8 +271,9 @@ class Module:
 
         Convert before an optimizer is made: its state keeps the dtype of the parameters at that time.
         """
-        if np.dtype(dtype).kind != "f":
-            raise TypeError(f"expected a floating dtype, got {np.dtype(dtype)}")
+        dtype = as_dtype(dtype)
+        if dtype.kind != "f":
+            raise TypeError(f"expected a floating dtype, got {dtype}")
         for tensor in self._tensors().values():
             if tensor.dtype.kind == "f" and tensor.dtype != dtype:
                 # The only place where a leaf changes its dtype. It stays the same object, for ties and optimizers.
@@ -395,6 +423,20 @@ def check_is_uniform(path: str, values: Sequence[Any]) -> None:
                     f"{path}.{i} is an array in a {type(values).__name__} of parameters: write numbers into a "
                     f"parameter with assign_(array), or make a new one, Tensor(array, requires_grad=True)"
                 )
+
+
+def check_overrides(name: str, value: Any, kind: type[Module], in_class: bool = False) -> None:
+    """Raise AttributeError if `value` takes the place of a method that modules call.
+
+    A class may define a method again; an object may take another function in the place of a method of its own class.
+    """
+    method = getattr(kind, name, None)
+    is_ours = name in vars(Module) and name != "forward"
+    if inspect.isfunction(method) and (not callable(value) or (is_ours and not in_class)):
+        if isinstance(value, (property, classmethod, staticmethod, functools.cached_property)):
+            return
+        owner = "Module" if name in vars(Module) else kind.__name__
+        raise AttributeError(f"{name} is a method of {owner}: choose another name for this attribute")
 
 
 def first_names(pairs: Any) -> dict[str, Any]:

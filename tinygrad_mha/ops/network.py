@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha import kernels, notation
-from tinygrad_mha.arguments import check_ids
+from tinygrad_mha.arguments import check_ids, check_integer
 from tinygrad_mha.kernels.reference import LOWEST, is_narrow, is_row, merge_rows, row_mean_of_product, shrink_large
 from tinygrad_mha.ops.elementary import as_floating, clip, convert_ids, erf, exp, keepdims_shape, mean, sqrt, sum, where
 from tinygrad_mha.ops.elementary import tanh as apply_tanh
@@ -162,6 +162,7 @@ def cross_entropy_from_primitives(logits, targets, *, ignore_index, label_smooth
 def check_cross_entropy(logits, targets, ignore_index, label_smoothing, reduction):
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    check_integer(ignore_index, "ignore_index")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if np.ndim(logits) < 1 or np.shape(targets) != logits.shape[:-1]:
