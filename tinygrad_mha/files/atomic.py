@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["naming", "replacing", "replacing_folder", "sync_folder"]
+__all__ = ["naming", "replacing", "replacing_folder", "setting_aside", "sync_folder"]
 
 
 @contextmanager
@@ -75,6 +75,28 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+@contextmanager
+def setting_aside(path: Path) -> Iterator[None]:
+    """Rename a file out of the way. On failure it comes back in the place of a new one, on success it is deleted.
+
+    Several files that are replaced inside of this together are so all old or all new, unless the process is killed.
+    """
+    target = Path(os.path.realpath(path))
+    aside = target.with_name(f".{target.name}.{os.getpid()}.old")
+    existed = target.exists()
+    if existed:
+        os.replace(target, aside)
+    try:
+        yield
+    except BaseException:
+        if existed:
+            os.replace(aside, target)
+        else:
+            target.unlink(missing_ok=True)
+        raise
+    aside.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygrad_mha.arguments import is_integer
-from tinygrad_mha.files.atomic import replacing
+from tinygrad_mha.files.atomic import replacing, setting_aside
 from tinygrad_mha.files.json_files import read_json
 from tinygrad_mha.files.reading import CheckpointError
 from tinygrad_mha.files.safetensors import load_arrays, save_arrays
@@ -360,17 +361,20 @@ def write_folder(folder: str | os.PathLike[str], content: Folder, defaults: Mapp
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config_path, generation_path = folder / "config.json", folder / "generation_config.json"
+    weights_path = folder / "model.safetensors"
     with (
+        ExitStack() as old_files,
         replacing(config_path) as config_file,
         replacing(generation_path) as generation_file,
-        replacing(folder / "model.safetensors") as weights_file,
+        replacing(weights_path) as weights_file,
     ):
         config_file.write_text(texts[0], encoding="utf-8")
         generation_file.write_text(texts[1], encoding="utf-8")
         save_arrays(weights_file, form.write_arrays(content), {"format": "pt"})
-        # Without it a folder does not open. So if the process is killed between the three renamings, of which that of
-        # config.json is the last, new weights are not read with old settings.
-        Path(os.path.realpath(config_path)).unlink(missing_ok=True)
+        # Without config.json, which goes first and comes last, a folder does not open. So if the process is killed
+        # in between, new weights are not read with old settings.
+        for path in (config_path, generation_path, weights_path):
+            old_files.enter_context(setting_aside(path))
     if not content.generation_config:
         generation_path.unlink()
 

@@ -111,7 +111,9 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
         return max(list_checkpoints(Path(folder)), key=get_step, default=None)
     name = read_file(path, MOST_OF_A_NAME).decode("utf-8", "replace").strip()
     if not STEP.fullmatch(name) or not Path(folder, name).is_dir():
-        raise CheckpointError(f"{path} contains {name!r}, but there is no such checkpoint")
+        raise CheckpointError(
+            f"{path} contains {name!r}, but there is no such checkpoint; without {path} the last whole one is used"
+        )
     return Path(folder, name)
 
 
