@@ -310,6 +310,8 @@ def test_training_survives_that_its_terminal_is_closed(closing, text, tmp_path):
     [
         ("walkthrough x --heads 1000", "--heads must be at most 64"),
         ("show x --heads 100000000", "--heads must be at most 64"),
+        ("show x --head 3", "--head must be from 1 to 2, got 3"),
+        (f"show {'猫' * 501}", "at most 500 words, got 501"),
         ("walkthrough x --widths 5x7x9999", "from 1 to 1024"),
         ("walkthrough x --widths 0x7x11", "from 1 to 1024"),
         ("walkthrough x --layer 1", "--model"),

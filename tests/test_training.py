@@ -372,6 +372,15 @@ def test_evaluation_is_without_dropout_and_repeatable():
     assert first == pytest.approx(np.mean([run.model.loss(*next(batches)).item() for _ in range(2)]), rel=1e-12)
 
 
+def test_evaluation_holds_one_batch_at_a_time(monkeypatch):
+    run, drawn, used = Run(SMALL, TEXT), [], []
+    draw, loss = run_state.Batches.__next__, GPT.loss
+    monkeypatch.setattr(run_state.Batches, "__next__", lambda self: drawn.append(1) or draw(self))
+    monkeypatch.setattr(GPT, "loss", lambda self, *batch: used.append(len(drawn)) or loss(self, *batch))
+    run.evaluate()
+    assert used == [1, 2]
+
+
 def test_dropout_and_data_have_their_own_generators():
     with_dropout, without = Run(SMALL, TEXT), Run(dataclasses.replace(SMALL, dropout=0.0), TEXT)
     with_dropout.update()

@@ -46,6 +46,7 @@ OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
 MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
 
 MOST_CHARACTERS = 2000  # of a message
+MOST_WORDS = 500
 MOST_HEADS = 64
 MOST_WIDTH = 1024
 MOST_ELEMENTS = 10_000_000  # of an input
@@ -460,6 +461,8 @@ def read_sentence(args: argparse.Namespace) -> tuple[MultiHeadAttention, np.ndar
     words = split_words(args.sentence)
     if not words:
         raise ValueError("the sentence has no words")
+    if len(words) > MOST_WORDS:
+        raise ValueError(f"the sentence must have at most {MOST_WORDS} words, got {len(words)}")
     if args.layer is not None:
         raise ValueError("--layer is a layer of a trained model: give --model too")
     heads, seed = args.heads or 2, args.seed or 0
@@ -520,6 +523,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def list_weights(mha: MultiHeadAttention, head: int | None) -> Iterator[Matrix]:
     """W_Q, W_K and W_V of each head, or of one."""
+    if head is not None and head > mha.n_head:
+        raise ValueError(f"--head must be from 1 to {mha.n_head}, got {head}")
     weights = find_weights(mha)
     for i in range(1, mha.n_head + 1) if head is None else [head]:
         for name in ("W_Q", "W_K", "W_V"):

@@ -91,7 +91,9 @@ def running(path: Any) -> Iterator[None]:
     try:
         with catching_exit():
             yield
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, TimeLimitError):
+        raise
+    except BaseException as error:  # such as SystemExit, GeneratorExit or CancelledError
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path)]
         place = f"{path}, line {lines[-1]}" if lines else str(path)
         if isinstance(error, SystemExit):

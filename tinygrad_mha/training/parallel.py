@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import copy
+import itertools
 import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
@@ -202,11 +203,12 @@ class Workers:
         self.stops = stop
         return stop if self.comm.size == 1 else self.stopped
 
-    def map(self, function: Callable[[Batch], T], batches: Sequence[Batch]) -> list[T]:
-        """[function(batch) for batch in batches], shared among the ranks."""
-        ours = [function(batch) for batch in batches[self.comm.rank :: self.comm.size]]
+    def map(self, function: Callable[[Batch], T], batches: Iterable[Batch]) -> list[T]:
+        """[function(batch) for batch in batches], shared among the ranks. One batch is held at a time."""
+        rank, size = self.comm.rank, self.comm.size
+        ours = [function(batch) for batch in itertools.islice(batches, rank, None, size)]
         results = self.comm.allgather(ours)
-        return [results[i % self.comm.size][i // self.comm.size] for i in range(len(batches))]
+        return [results[i % size][i // size] for i in range(sum(map(len, results)))]
 
 
 def take_part(batch: Batch, part: int, n: int) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -156,7 +157,7 @@ class Run:
     def evaluate(self) -> float:
         """The mean validation loss in eval mode, over the same batches every time."""
         batches = self._make_batches("validation", self.validation_ids, EVALUATION)
-        drawn = [next(batches) for _ in range(self.config.eval_batches)]
+        drawn = itertools.islice(batches, self.config.eval_batches)
         with self.model.evaluating():
             losses = self.workers.map(lambda batch: self.model.loss(*batch).item(), drawn)
         return sum(losses) / len(losses)
