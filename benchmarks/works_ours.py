@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -184,7 +185,57 @@ def train_products(folder: str, batch: int) -> Work:
     return step, []
 
 
-def decode_products(folder: str, new: int) -> Work:
+def decode_calls(folder: str, prompt: int, new: int) -> Work:
+    """The calls of NumPy of `generate` for a GPT-2, in one function: the tokens after a prompt that was read before."""
+    config = read(folder, "config.json")
+    w = {name.removeprefix("transformer."): a for name, a in load_arrays(folder).items()}
+    n_head, width = config["n_head"], config["n_embd"]
+    d = width // n_head
+    caches = [np.zeros((2, n_head, prompt + new, d), np.float32) for _ in range(config["n_layer"])]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        y = x.astype(np.float64)
+        y -= float(np.add.reduce(y)) / width
+        y *= 1.0 / math.sqrt(y.dot(y) / width + 1e-5)
+        return y.astype(np.float32) * w[name + ".weight"] + w[name + ".bias"]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x.dot(w[name + ".weight"]) + w[name + ".bias"]
+
+    def read_token(token: int, position: int) -> int:
+        x = w["wte.weight"][token] + w["wpe.weight"][position]
+        for i, cache in enumerate(caches):
+            q, *cache[:, :, position] = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").reshape(3, n_head, d)
+            k, v = cache[:, :, : position + 1]
+            scores = np.matmul(k, (q * d**-0.5)[..., None])
+            scores -= np.maximum.reduce(scores, axis=-2, keepdims=True)
+            np.exp(scores, out=scores)
+            scores /= np.add.reduce(scores, axis=-2, keepdims=True)
+            x = x + linear(np.matmul(scores.mT, v).reshape(width), f"h.{i}.attn.c_proj")
+            hidden = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+            z = hidden * hidden
+            z *= -2 * math.sqrt(2 / math.pi) * 0.044715
+            z -= 2 * math.sqrt(2 / math.pi)
+            z *= hidden
+            np.exp(z, out=z)
+            z += 1
+            hidden /= z
+            x = x + linear(hidden, f"h.{i}.mlp.c_proj")
+        return int(norm(x, "ln_f").dot(w["wte.weight"].T).argmax())
+
+    for position, token in enumerate(make_tokens(config["vocab_size"], 1, prompt)[0]):
+        first = read_token(token, position)
+
+    def step() -> list[int]:
+        tokens = [first]
+        for position in range(prompt, prompt + new - 1):
+            tokens.append(read_token(tokens[-1], position))
+        return tokens
+
+    return step, step()
+
+
+def decode_products(folder: str, new: int, **_: int) -> Work:
     """One vector times every matrix of the model, once per new token."""
     matrices = [a for name, a in load_arrays(folder).items() if a.ndim == 2 and "wpe" not in name]
     rows = {a.shape[0]: np.ones((1, a.shape[0]), np.float32) for a in matrices}
@@ -197,7 +248,7 @@ def decode_products(folder: str, new: int) -> Work:
     return step, []
 
 
+FLOORS = (attention_calls, train_products, decode_calls, decode_products)
 WORKS: dict[str, Callable[..., Work]] = {
-    f.__name__: f
-    for f in (attention, train, generate, generate_own, prefill, attention_calls, train_products, decode_products)
+    f.__name__: f for f in (attention, train, generate, generate_own, prefill, *FLOORS)
 }
