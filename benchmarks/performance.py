@@ -73,9 +73,9 @@ LARGE = (
     "memory, and on one core."
 )
 TOKEN = (
-    "A token is 17 products with weights of 3 MB, which a core of this machine does not keep in its cache (0.1 ms), some "
-    "300 other calls of NumPy of 0.2 to 1 µs each, and 450 calls of Python functions: modules, primitives, the cache, the "
-    "loop. The floor is the same without these functions."
+    "A token is 17 products with weights of 3 MB, which a core of this machine does not keep in its cache (0.1 ms), "
+    "some 300 other calls of NumPy of 0.2 to 1 µs each, and 450 calls of Python functions: modules, primitives, the "
+    "cache, the loop. The floor is the same without these functions."
 )
 STREAM = "Each token reads all weights once, which bounds its speed."
 ROWS = {
