@@ -810,3 +810,13 @@ def test_attention_weights_are_known_as_such_whichever_way_an_attention_shows_it
     page = tg.walkthrough(mha if path == "per_head" else Shown(mha), rng.standard_normal((3, 5)))
     matrices = block(page, "data")["matrices"]
     assert [matrices[name]["kind"] for name in ("S_1", "S_2", "H_1")] == ["attention", "attention", ""]
+
+
+def test_of_a_translator_one_attention_is_to_be_chosen():
+    model = tg.nn.Transformer(11, 13, d_model=6, n_head=2, n_layer=1, d_ff=7, max_len=5, seed=0)
+    with pytest.raises(TypeError, match=r"got Transformer\. Of this model, choose one attention: encoder\.0\.attn, "):
+        tg.walkthrough(model, [1, 2])
+    assert (
+        tg.walkthrough(model.encoder[0].attn, np.eye(3, 6, dtype=np.float32), causal=False).summary
+        == "3 tokens and 2 heads"
+    )

@@ -132,7 +132,10 @@ def walkthrough(
             subject = prepare_layer(mha, ids, layer, grad)
         elif not (isinstance(mha, Module) and (hasattr(mha, "per_head") or "edit" in find_options(type(mha).forward))):
             expected = "a MultiHeadAttention or a GPT, or a module with a method per_head or a forward that takes edit"
-            raise TypeError(f"expected {expected}; got {type(mha).__name__}")
+            inside = mha.named_modules() if isinstance(mha, Module) else []
+            found = [path for path, part in inside if hasattr(part, "per_head")]
+            advice = f". Of this model, choose one attention: {', '.join(found[:3])}" if found else ""
+            raise TypeError(f"expected {expected}; got {type(mha).__name__}{advice}")
         elif layer is not None or tokenizer is not None:
             option = "tokenizer" if layer is None else f"layer={layer}"
             raise ValueError(f"{option} is for a GPT, but this is one attention by itself")
