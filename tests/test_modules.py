@@ -437,7 +437,7 @@ DAMAGE = {
     "header longer than the file": ((99).to_bytes(8, "little") + b"{}", "should have 99 bytes, but only 2"),
     "bad JSON": (safetensors_bytes(b"{'x': 1}"), "not valid JSON"),
     "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "not valid JSON"),
-    "JSON too deep": (safetensors_bytes(b"[" * 200_000), "not valid JSON"),
+    "JSON too deep": (safetensors_bytes(b"[" * 200_000), "nested too deeply"),
     "a list": (safetensors_bytes([1]), "must contain a JSON object"),
     "duplicate keys": (
         safetensors_bytes(b'{"x": {}, "x": {}}'),

@@ -127,12 +127,12 @@ def read_header(file: BinaryIO, size: int) -> tuple[list[Entry], int]:
     if first[:4] == b"PK\x03\x04":
         raise CheckpointError("it is a zip archive (the format of torch.save?); save it as safetensors")
     length = int.from_bytes(first, "little")
-    if length > MOST_BYTES:
-        raise CheckpointError(f"its header should have {length:,} bytes, expected at most {MOST_BYTES:,}")
     if length > size - 8:
         raise CheckpointError(
             f"its header should have {length} bytes, but only {size - 8} follow (cut short, or another format?)"
         )
+    if length > MOST_BYTES:
+        raise CheckpointError(f"its header should have {length:,} bytes, expected at most {MOST_BYTES:,}")
     header = parse_json(file.read(length), "its header")
     header.pop("__metadata__", None)
     entries = [parse_entry(name, fields) for name, fields in header.items()]
