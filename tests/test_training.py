@@ -730,6 +730,20 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_ends(tmp_path):
     assert small(tmp_path, resume=True, steps=2).step == 2
 
 
+@posix
+def test_a_second_run_that_is_refused_leaves_the_folder_that_both_created(tmp_path, monkeypatch):
+    folder, exists = tmp_path / "run", Path.exists
+
+    def begin_another(event):
+        if event["event"] == "start":  # the first has written nothing yet
+            monkeypatch.setattr(Path, "exists", lambda path: path != folder and exists(path))
+            with pytest.raises(BlockingIOError):
+                small(folder)
+            monkeypatch.undo()
+
+    assert small(folder, steps=1, show=begin_another).step == 1
+
+
 @pytest.mark.parametrize("name", ["step-7/notes.txt", "log.csv", "samples.csv", "loss.png"])
 def test_a_run_that_would_overwrite_files_of_others_is_refused(tmp_path, name):
     path = tmp_path / name

@@ -71,11 +71,13 @@ def hold_folder(folder: Path) -> Iterator[None]:
     try:
         if handle is not None:
             lock(handle, folder)
-        yield
-    finally:
-        for path in missing:
-            with suppress(OSError):  # not empty
-                path.rmdir()
+        try:
+            yield
+        finally:
+            for path in missing:
+                with suppress(OSError):  # not empty
+                    path.rmdir()
+    finally:  # a process that is refused removes nothing: the other one may not have written yet
         if handle is not None:
             os.close(handle)
 
