@@ -27,6 +27,7 @@ def make_tables() -> str:
     lines += [f"| {result} | {', '.join(sorted(map(name_function, group)))} |" for result, group in groups.items()]
     lines += ["", "| name in PyTorch | here |", "|---|---|"]
     tables = {"x.": torch_names.METHODS, "torch.": torch_names.TOP_LEVEL, "torch.nn.": torch_names.MODULES}
+    tables["module."] = torch_names.MODULE_METHODS
     tables["torch., F."] = {k: v for k, v in torch_names.OPERATIONS.items() if k not in torch_names.TOP_LEVEL}
     for prefix, hints in tables.items():
         *others, last = prefix.split(", ")
