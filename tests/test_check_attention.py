@@ -136,6 +136,19 @@ def test_an_endless_loop_ends_with_2_and_one_clear_reason(code, tmp_path, capsys
     assert "did not return within 0.05 seconds: an endless loop?" in capsys.readouterr().out
 
 
+def test_after_an_endless_loop_nothing_else_is_tried(monkeypatch):
+    monkeypatch.setattr(candidates, "SECONDS", 0.05)
+    calls = []
+
+    def candidate(q, k, v):
+        calls.append(q.shape)
+        while True:
+            pass
+
+    assert tg.check.attention(candidate).exit_code == 2
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     "code", ["import sys; sys.exit(0)", "raise SystemExit", "import os; exit()", "quit()", "import os; os._exit(0)"]
 )

@@ -27,6 +27,7 @@ from tinygrad_mha.check.claims import (
 from tinygrad_mha.check.formulas import FAULTS
 from tinygrad_mha.check.matching import CLOSE, Reference, is_equal
 from tinygrad_mha.check.verdict import Finding, Verdict
+from tinygrad_mha.files.python_files import TimeLimitError
 
 __all__ = ["attention"]
 
@@ -63,7 +64,7 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
     try:
         c = Candidate(candidate, inputs, seed, causal)
         return Verdict(name, list(judge(c, causal, seed)))
-    except CandidateError as error:
+    except (CandidateError, TimeLimitError) as error:
         return Verdict(name, problem=str(error))
 
 

@@ -140,7 +140,7 @@ def limiting(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_: Any) -> NoReturn:
-        raise TimeLimitError
+        raise TimeLimitError(f"it did not return within {seconds:g} seconds: an endless loop?")
 
     handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
