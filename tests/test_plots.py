@@ -53,6 +53,13 @@ def test_a_heatmap_shows_the_weights_and_names_of_one_head(rng):
     assert heat.write_value(weights[3, 1]) in texts(plot)
 
 
+def test_each_number_stands_in_its_cell():
+    weights = np.arange(1, 13).reshape(4, 3) / 78
+    plot = tg.viz.heatmap(weights)
+    cells = {text.get_position(): text.get_text() for text in plot.axes[0].texts}
+    assert cells == {(j, i): heat.write_value(weights[i, j]) for i in range(4) for j in range(3)}
+
+
 def test_a_heatmap_has_a_panel_for_each_head_and_a_line_for_each_layer(rng):
     weights = rng.dirichlet(np.ones(7), size=(3, 2, 5))
     plot = tg.viz.heatmap(weights, WORDS, keys=list("abcdefg"))
