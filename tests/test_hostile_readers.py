@@ -44,7 +44,7 @@ from tinygrad_mha.training.resume import compute_digest, resume_run, seal_state
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory, pipes and devices of Linux")
 
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 3
-MEGABYTES, SECONDS, CHARACTERS = 600, 20, 2000  # the most that a reader may take, and of its message
+MEGABYTES, SECONDS, CHARACTERS = 600, 60, 2000  # the most that a reader may take, and of its message
 
 
 # --------------------------------------------------------------------------------------------------------- the readers
