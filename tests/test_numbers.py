@@ -486,6 +486,15 @@ def test_norm_of_rows_of_all_sizes_and_in_float16():
     np.testing.assert_allclose(g, [2**-0.5] * 2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("norm", [ops.layer_norm, ops.rms_norm])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(5,), (3, 5)])
+def test_norms_of_rows_without_a_finite_answer_give_nan_and_no_warning(norm, dtype, shape):
+    for row, eps in [([1, np.inf, 2, 3, 4], 1e-5), ([1, np.nan, 2, 3, 4], 1e-5), ([0] * 5, 0.0)]:
+        x = tg.Tensor(np.broadcast_to(np.array(row, dtype), shape), requires_grad=True)
+        assert np.isnan(norm(x, eps=eps).numpy()).any()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("norm", [ops.layer_norm, ops.rms_norm])
 def test_rows_whose_squares_overflow_are_normalized(norm, dtype):

@@ -201,7 +201,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None
 
 def normalize(x: np.ndarray, eps: float | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x - mean) * rstd, and of each row the mean (..., 1) and rstd = 1 / sqrt(var + eps) (..., 1)."""
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         mean = row_mean(x)
         y = x - mean
         rest = row_mean(y)  # the rounding error of the mean, which would be normalized where a row is constant
@@ -215,18 +215,20 @@ def normalize(x: np.ndarray, eps: float | np.ndarray) -> tuple[np.ndarray, np.nd
 def normalize_in_float64(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`normalize` for narrow x: in float64, their sums of squares do not overflow, and their means are exact enough."""
     y = x.astype(np.float64)
-    mean = row_mean(y)
-    y -= mean
-    rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
-    y *= rstd
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = row_mean(y)
+        y -= mean
+        rstd = 1.0 / np.sqrt(row_mean_of_product(y, y) + eps)
+        y *= rstd
     return y.astype(x.dtype), mean.astype(x.dtype), rstd.astype(x.dtype)
 
 
 def normalize_row(x: np.ndarray, eps: float) -> tuple[np.ndarray, float, float]:
     """`normalize_in_float64` of one row, whose mean and rstd are numbers, with which NumPy takes less time."""
     y = x.reshape(-1).astype(np.float64)
-    y -= (mean := float(np.add.reduce(y)) / y.size)
-    y *= (rstd := 1.0 / math.sqrt(y.dot(y) / y.size + eps))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        y -= (mean := float(np.add.reduce(y)) / y.size)
+        y *= (rstd := (y.dot(y) / y.size + eps) ** -0.5)
     return y.astype(x.dtype).reshape(x.shape), mean, rstd
 
 

@@ -216,21 +216,23 @@ def rms_norm(x, weight=None, *, eps=1e-5) -> Any:
         x_hat, rstd = scale_row(x, eps)
         return scale_and_shift(x_hat, weight, None), x_hat, rstd
     wide = x.astype(np.float64) if is_narrow(x) else x
-    with np.errstate(over="ignore"):  # handled below
+    with np.errstate(divide="ignore", over="ignore"):  # an overflow is handled below
         rstd = 1.0 / np.sqrt(row_mean_of_product(wide, wide) + eps)
     if np.count_nonzero(rstd) < rstd.size:  # the squares of some rows overflow
         factor = shrink_large(rstd == 0, wide.dtype)
         scaled = wide * factor
         rstd = factor / np.sqrt(row_mean_of_product(scaled, scaled) + np.where(rstd == 0, 0, eps))
-    x_hat = (wide * rstd).astype(x.dtype, copy=False)
+    with np.errstate(invalid="ignore"):
+        x_hat = (wide * rstd).astype(x.dtype, copy=False)
     return scale_and_shift(x_hat, weight, None), x_hat, rstd.astype(x.dtype, copy=False)
 
 
 def scale_row(x, eps):
     """x_hat and 1 / sqrt(mean(x^2) + eps) of one row; the latter is a number, with which NumPy takes less time."""
     wide = x.reshape(-1).astype(np.float64)
-    rstd = 1.0 / math.sqrt(wide.dot(wide) / wide.size + eps)
-    wide *= rstd
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rstd = (wide.dot(wide) / wide.size + eps) ** -0.5
+        wide *= rstd
     return wide.astype(x.dtype).reshape(x.shape), rstd
 
 
