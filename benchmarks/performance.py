@@ -238,7 +238,12 @@ def measure(
         "faults": {side: answers[side]["faults"] / repeats[side] for side in ours},
         "memory_mb": {side: answers[side]["peak_mb"] - answers[side]["import_mb"] for side in ours},
         "process_mb": {side: answers[side]["peak_mb"] for side in ours},
-        "versions": {name: version for answer in answers.values() for name, version in answer["versions"].items()},
+        "versions": {
+            name: version
+            for side, answer in answers.items()
+            if side != "baseline"
+            for name, version in answer["versions"].items()
+        },
     }
 
 
