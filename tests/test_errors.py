@@ -940,3 +940,9 @@ def test_another_library_gets_a_copy_and_never_a_tensor_with_a_graph(read):
     if not isinstance(copied, np.ndarray):
         copied[0] = 7.0
     assert np.array_equal(constant.numpy(), [1.0, 2.0])
+
+
+@pytest.mark.parametrize("attend", [nn.attention, ops.attention, ops.attend])
+def test_an_attention_of_width_0_is_refused(attend):
+    with refused(ValueError, "d_k, the width of queries and keys, must be at least 1", "(3, 0)"):
+        attend(ones(3, 0), ones(5, 0), ones(5, 7))

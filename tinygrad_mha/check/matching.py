@@ -211,7 +211,8 @@ class Reference:
             cause = next((text for text, known in self.scales.items() if np.allclose(known, found)), cause)
             return ("softmax" if (found < 0).any() else "" if self.may_scale else "scale"), cause
         if name == "factor":
-            return ("" if self.may_scale else "softmax"), f"the weights of a query sum to {numbers}, not to 1"
+            sums = ", ".join(f"{z:.9g}" for z in found)  # also those that are close to 1
+            return ("" if self.may_scale else "softmax"), f"the weights of a query sum to {sums}, not to 1"
         if name == "residual":
             text = "" if found[0] == 1 else f"{numbers} times "
             return (

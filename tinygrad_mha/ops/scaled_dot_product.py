@@ -165,7 +165,11 @@ def swap_tokens_and_heads(x: X) -> X:
 
 
 def score_scale(q, scale):
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is not None:
+        return scale
+    if q.shape[-1] == 0:
+        raise ValueError(f"d_k, the width of queries and keys, must be at least 1, got q of shape {tuple(q.shape)}")
+    return q.shape[-1] ** -0.5
 
 
 def zero_unattended(k, v, allow):
