@@ -99,6 +99,7 @@ def test_an_interrupted_ladder_continues_and_other_conditions_are_refused(tmp_pa
         ladder.main(["--short", "--only", "a", "--seed", "1", "--out", out])
 
 
+@pytest.mark.filterwarnings("ignore:no font with Chinese characters")
 def test_the_ladder_runs_on_a_file_of_pairs(tsv, tmp_path, capsys):
     rows = ladder.main(["--short", "--only", "a", "g", "--pairs", str(tsv), "--out", str(tmp_path / "out")])
     assert [row.rung for row in rows] == ["a", "g"]
@@ -225,6 +226,7 @@ def test_without_positions_the_order_of_the_words_changes_no_answer(corpus):
     np.testing.assert_allclose(model(ids).numpy()[order], model(ids[order]).numpy()[:4], atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:no font with Chinese characters")
 def test_the_alignment_is_a_heat_map_of_written_and_read_words(corpus, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     shown = {}

@@ -88,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `| head` has read enough
-        with suppress(io.UnsupportedOperation):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its exit
+        discard(sys.stdout)
         return 141
     except Exception as error:
         with suppress(OSError):  # standard error may be closed
@@ -97,6 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             print(f"tinygrad-mha: {describe_error(error)}", file=sys.stderr)
         return 1 if isinstance(error, DivergedError) else 2
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # the disk is full, say: the exit code is that of the command
+            discard(sys.stderr)
+
+
+def discard(stream: Any) -> None:
+    """Let what Python still writes to a stream at its exit lead nowhere."""
+    with suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def prepare_streams() -> None:

@@ -80,7 +80,7 @@ def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") ->
                 continue
             image = run_engine(command, dot, format, set(nodes))
         except EngineFailedError as error:
-            if "syntax error" in str(error):
+            if "syntax error" in str(error) or "DotError: Invalid Input" in str(error):  # of dot; of pygraphviz
                 raise DrawingError(f"Graphviz refuses this picture, {name} says: {error}") from error
             broken.append(f"{name} is not usable: {error}")
             continue
