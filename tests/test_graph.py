@@ -143,7 +143,8 @@ def test_brackets_appear_only_where_they_are_needed():
         (a * 6**0.5, "√6 · a"),
         (a @ c * 0.25, "scaled: a @ c / 4"),
         (a @ c * 11**-0.5, "scaled: a @ c / √11"),
-        (a / 1100, "a / 1100"),
+        (a * 990001**0.5, "√990001 · a"),
+        (a * 1210001**0.5, "1100 · a"),
         (a @ c * 0.3, "0.3 · (a @ c)"),
         ((a @ b @ c) * 0.1, "0.1 · (matmul @ c)"),
     ):
