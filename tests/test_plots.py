@@ -90,6 +90,17 @@ def test_one_layer_has_no_label_of_its_own(rng):
     assert "layer 1" not in texts(plot)
 
 
+def test_a_missing_chinese_font_is_one_warning_that_says_what_to_install(monkeypatch, tmp_path, rng):
+    monkeypatch.setattr(figures, "CHINESE_FONTS", "No Such Font")
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
+    with pytest.warns(UserWarning) as caught:
+        tg.viz.heatmap(rng.random((2, 2)), ["猫", "鱼"], path=tmp_path / "x.png")
+    (only,) = caught
+    assert "no font with Chinese characters was found" in str(only.message)
+    assert "fonts-noto-cjk" in str(only.message)
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
 def test_nan_is_black_and_gaps_are_white():
     colours = figures.make_colormap("attention")
     assert colours(np.nan) == matplotlib.colors.to_rgba(heat.INK)

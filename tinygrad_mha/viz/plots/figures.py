@@ -31,6 +31,12 @@ CHINESE_FONTS = """Noto Sans CJK SC,Noto Sans SC,Source Han Sans SC,PingFang SC,
 class Plot(Figure):
     """A matplotlib Figure that notebooks display and `save` writes."""
 
+    def savefig(self, *args: Any, **options: Any) -> None:
+        """As matplotlib's, without a warning for each missing character: `choose_fonts` has warned once."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
+            super().savefig(*args, **options)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plot in the format of the suffix (png, svg, pdf) and return the path."""
         path = Path(path)
