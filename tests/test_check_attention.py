@@ -65,6 +65,15 @@ def test_the_cause_of_a_wrong_window_is_its_length(seen, cause):
     assert [f.cause for f in verdict.failed if f.name == "window"] == [cause]
 
 
+def test_one_head_is_not_counted_and_order_is_not_asked_of_a_causal_attention():
+    def candidate(q, k, v):
+        return tg.nn.attention(q, k, v, allow=tg.nn.causal(q.shape[-2], k.shape[-2]))
+
+    findings = {finding.name: finding for finding in tg.check.attention(candidate).findings}
+    assert findings["positions"].message == "as in softmax(Q K^T / sqrt(d_k)) V"
+    assert findings["permutation"].status == "does not apply"
+
+
 def test_a_division_by_the_root_of_the_number_of_keys_is_named():
     def candidate(q, k, v):
         return softmax(q @ k.swapaxes(-1, -2) * k.shape[-2] ** -0.5) @ v

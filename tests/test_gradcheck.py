@@ -29,6 +29,10 @@ def make_primitive(forward, *rules):
 # ------------------------------------------------------------------------------------------------------------- catches
 
 
+def test_a_right_gradient_has_no_note():
+    assert [entry.note for entry in tg.gradcheck(lambda x: x * x, np.arange(1.0, 4.0)).entries] == [""]
+
+
 def test_a_rule_off_by_a_thousandth_is_caught(rng):
     cube = make_primitive(with_name("cube", lambda x: x**3), lambda g, y, x: 3.003 * g * x * x)
     report = failed_report(cube, rng.standard_normal((2, 3)))
