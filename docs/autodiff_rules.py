@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 from pathlib import Path
+
+from marked_tables import read_marked, write_marked
 
 import tinygrad_mha as tg
 
 PAGE = Path(__file__).parent / "autodiff.md"
-BEGIN, END = "<!-- rules: begin -->\n", "<!-- rules: end -->"
 
 
 def make_table() -> str:
@@ -66,14 +66,8 @@ def parse_module(name: str) -> tuple[dict[str, ast.FunctionDef], dict[str, list[
 
 def read_table() -> str:
     """The table that the page holds now."""
-    return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-
-
-def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    table = re.escape(BEGIN) + ".*" + re.escape(END)
-    PAGE.write_text(re.sub(table, lambda _: BEGIN + make_table() + END, text, flags=re.DOTALL), encoding="utf-8")
+    return read_marked(PAGE, "rules")
 
 
 if __name__ == "__main__":
-    main()
+    write_marked(PAGE, "rules", make_table())

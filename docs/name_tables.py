@@ -5,13 +5,13 @@ python docs/name_tables.py
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+from marked_tables import read_marked, write_marked
 
 from tinygrad_mha import numpy_protocol, torch_names
 
 PAGE = Path(__file__).parent / "coming_from.md"
-MARKED = re.compile(r"(<!-- names: begin -->\n).*(<!-- names: end -->)", re.DOTALL)
 
 
 def make_tables() -> str:
@@ -48,9 +48,8 @@ def name_function(function: object) -> str:
 
 def read_tables() -> str:
     """The tables that the page shows."""
-    return MARKED.search(PAGE.read_text(encoding="utf-8"))[0].split("\n", 1)[1].rpartition("<!--")[0]
+    return read_marked(PAGE, "names")
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(MARKED.sub(lambda match: match[1] + make_tables() + match[2], text), encoding="utf-8")
+    write_marked(PAGE, "names", make_tables())
