@@ -180,10 +180,6 @@ def einsum(*args: Any, optimize: Any = False) -> Any:
 COMPARISONS: tuple[Any, ...] = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
 COMPARISONS += (np.isfinite, np.isnan, np.isinf, np.sign)
 
-# Those of FUNCTIONS whose results are plain values.
-PLAIN: tuple[Any, ...] = (np.argmax, np.argmin, np.argsort, np.allclose, np.isclose, np.array_equal, np.shape, np.ndim)
-PLAIN += (np.size, np.zeros_like, np.ones_like, np.full_like)
-
 UFUNCS: dict[Any, Callable[..., Any]] = {
     np.add: operator("add"),
     np.subtract: operator("sub"),
@@ -213,7 +209,24 @@ UFUNCS: dict[Any, Callable[..., Any]] = {
     np.minimum: in_one_dtype(ops.minimum),
 }
 
+# Results without a derivative are plain values.
+PLAIN: dict[Any, Callable[..., Any]] = {
+    np.argmax: lambda x, axis=None, **kwargs: x.argmax(axis=axis, **kwargs),
+    np.argmin: lambda x, axis=None, **kwargs: x.argmin(axis=axis, **kwargs),
+    np.argsort: on_values(np.argsort),
+    np.allclose: on_values(np.allclose),
+    np.isclose: on_values(np.isclose),
+    np.array_equal: on_values(np.array_equal),
+    np.shape: lambda x: x.shape,
+    np.ndim: lambda x: x.ndim,
+    np.size: lambda x: x.size,
+    np.zeros_like: full(np.zeros_like),
+    np.ones_like: full(np.ones_like),
+    np.full_like: full(np.full_like),
+}
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **PLAIN,
     np.sum: reduce(ops.sum),
     np.mean: reduce(ops.mean),
     np.var: reduce(ops.var),
@@ -225,15 +238,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.prod: reduce(ops.prod),
     np.cumsum: cumsum,
     np.linalg.norm: norm,
-    np.argmax: lambda x, axis=None, **kwargs: x.argmax(axis=axis, **kwargs),
-    np.argmin: lambda x, axis=None, **kwargs: x.argmin(axis=axis, **kwargs),
-    np.argsort: on_values(np.argsort),
-    np.allclose: on_values(np.allclose),
-    np.isclose: on_values(np.isclose),
-    np.array_equal: on_values(np.array_equal),
-    np.zeros_like: full(np.zeros_like),
-    np.ones_like: full(np.ones_like),
-    np.full_like: full(np.full_like),
     np.where: ops.where,
     np.clip: lambda x, a_min=None, a_max=None, **kwargs: ops.clip(x, **{"min": a_min, "max": a_max, **kwargs}),
     np.reshape: with_shape(ops.reshape),
@@ -273,7 +277,4 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.outer: outer,
     np.einsum: einsum,
     np.dot: dot,
-    np.shape: lambda x: x.shape,
-    np.ndim: lambda x: x.ndim,
-    np.size: lambda x: x.size,
 }

@@ -29,8 +29,8 @@ __all__ = ["FORMATS", "Folder", "Format", "Key", "find_end_ids", "read_folder", 
 
 IS_LINEAR = re.compile(r"(^|\.)c_\w+\.weight$")
 HAS_BIAS = re.compile(r"(^|\.)(ln_|c_)\w+\.weight$")  # norms and linear layers
-# Arrays of older files that are not parameters: causal masks (not h.0.attn.c_attn.bias), and frequencies of Llama.
 WRAPPERS = ("_orig_mod.", "module.")
+# Arrays of older files that are not parameters: causal masks (not h.0.attn.c_attn.bias), and frequencies of Llama.
 BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
