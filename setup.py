@@ -1,4 +1,8 @@
-"""Puts examples/ into the wheel, where `tinygrad-mha examples` finds them. All else is in pyproject.toml."""
+"""Puts examples/ into the wheel, where `tinygrad-mha examples` finds them, and makes the README fit a package index.
+All else is in pyproject.toml."""
+
+import re
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -13,4 +17,15 @@ class BuildWithExamples(build_py):
             self.copy_tree("examples", f"{self.build_lib}/tinygrad_mha/examples")
 
 
-setup(cmdclass={"build_py": BuildWithExamples})
+def describe():
+    """The README as a package index can show it: without pictures and links to files, installed from the index."""
+    text = Path("README.md").read_text(encoding="utf-8").replace('".[render', '"tinygrad_mha[render')
+    text = re.sub(r"^!?\[[^]]*\]\((?!https:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\((?!https:)[^)]*\)", r"\1", text)
+
+
+setup(
+    cmdclass={"build_py": BuildWithExamples},
+    long_description=describe(),
+    long_description_content_type="text/markdown",
+)

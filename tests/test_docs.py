@@ -6,6 +6,7 @@ import argparse
 import ast
 import doctest
 import importlib
+import importlib.metadata
 import pkgutil
 import re
 import shlex
@@ -79,6 +80,12 @@ def list_anchors(page):
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
     headings = re.findall(r"(?m)^#+ (.*)$", text)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+
+
+def test_the_description_for_a_package_index_has_no_link_into_the_repository():
+    description = importlib.metadata.metadata("tinygrad_mha").get_payload()
+    assert "# tinygrad_mha" in description
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith("https:")] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_page)

@@ -1,4 +1,4 @@
-"""Arrays that remember how they were made, so that multi-head attention can be seen, checked and trained."""
+"""Multi-head attention that you can see, check and train: a small autodiff framework on NumPy."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -40,7 +40,7 @@ from tinygrad_mha.training.config import list_option_names
 from tinygrad_mha.training.parallel import join_ranks
 from tinygrad_mha.viz.terminal import Matrix, print_matrices
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
 MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
@@ -58,23 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An exception becomes one line on standard error; --debug shows its traceback too.
     """
     prepare_streams()
-    parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND")
-    adders = (
-        add_demo,
-        add_show,
-        add_train,
-        add_generate,
-        add_graph,
-        add_walkthrough,
-        add_lab,
-        add_gradcheck,
-        add_check,
-        add_examples,
-    )
-    for add in adders:
-        add(commands)
+    parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # with the usage of the command, not that of tinygrad-mha
         getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -101,6 +85,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.flush()
         except OSError:  # the disk is full, say: the exit code is that of the command
             discard(sys.stderr)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `shtab` makes completions for a shell from it."""
+    parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    adders = (
+        add_demo,
+        add_show,
+        add_train,
+        add_generate,
+        add_graph,
+        add_walkthrough,
+        add_lab,
+        add_gradcheck,
+        add_check,
+        add_examples,
+    )
+    for add in adders:
+        add(commands)
+    return parser
 
 
 def discard(stream: Any) -> None:
