@@ -16,6 +16,7 @@ from faults import FAULTS, VARIANTS, PlainModule, softmax
 import tinygrad_mha as tg
 from tinygrad_mha.check import candidates
 from tinygrad_mha.cli import main
+from tinygrad_mha.files import python_files
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -140,13 +141,43 @@ def test_what_cannot_be_judged_exits_with_2_and_one_clear_reason(code, says, tmp
     ],
 )
 def test_an_endless_loop_ends_with_2_and_one_clear_reason(code, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(candidates, "SECONDS", 0.05)
+    monkeypatch.setattr(python_files, "SECONDS", 0.05)
     assert main(["check", write(tmp_path, code)]) == 2
     assert "did not return within 0.05 seconds: an endless loop?" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("gradcheck", "def candidate(x=np.ones(2)):\n    while True: pass"),
+        ("graph", "def candidate(x=np.ones(2)):\n    while True: pass"),
+        *((command, "while True: pass") for command in ("check", "gradcheck", "graph")),
+    ],
+)
+def test_a_loop_in_a_file_or_its_function_ends_every_command_with_2_and_one_sentence(
+    command, code, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(python_files, "SECONDS", 0.05)
+    assert main([command, write(tmp_path, code)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("did not return within 0.05 seconds: an endless loop?")
+    assert "mine.py, line" in said
+    assert "\n" not in said
+
+
+def test_the_gradient_check_of_a_file_names_functions_and_modules_and_their_inputs(tmp_path, capsys):
+    assert main(["gradcheck", write(tmp_path, "def candidate(q=np.ones((2, 3))): return ops.tanh(q)")]) == 0
+    said = capsys.readouterr().out
+    assert "gradcheck of candidate: ok" in said
+    assert "  q          (2, 3)" in said
+    assert main(["gradcheck", write(tmp_path, "candidate = nn.Linear(3, 2, rng=0)"), "--shape", "5x3"]) == 0
+    said = capsys.readouterr().out
+    assert "gradcheck of Linear: ok" in said
+    assert "  weight     (3, 2)" in said
+
+
 def test_after_an_endless_loop_nothing_else_is_tried(monkeypatch):
-    monkeypatch.setattr(candidates, "SECONDS", 0.05)
+    monkeypatch.setattr(python_files, "SECONDS", 0.05)
     calls = []
 
     def candidate(q, k, v):

@@ -435,6 +435,30 @@ def test_the_report_of_a_passing_check_names_its_worst_element(rng):
     assert report.worst.index in np.ndindex(2, 3)
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_without_elements_nothing_is_proved(order):
+    report = failed_report(ops.tanh, np.ones((0, 3)), order=order)
+    assert report.verdict == "proves nothing, because no input has an element that can move: nothing was compared"
+    assert {entry.status for entry in report.entries} == {"empty"}
+
+
+def test_an_empty_input_beside_others_is_said_not_to_be_compared(rng):
+    report = gradcheck(lambda x, w: ops.concat(x, w, axis=0) * 2, rng.standard_normal((2, 3)), np.ones((0, 3)))
+    assert [entry.status for entry in report.entries] == ["ok", "empty"]
+    assert "nothing was compared: it has no elements" in str(report)
+
+
+@pytest.mark.parametrize("columns", [50, 80, 100])
+def test_the_lines_of_a_report_fit_the_terminal_and_keep_their_numbers(columns, rng, monkeypatch):
+    long = "h.0.attn.projection_of_the_queries_and_keys.weight"
+    x = Tensor(rng.standard_normal((2, 3, 5, 7)), name=long)
+    wide = str(gradcheck(lambda x: x.tanh(), x, order=2))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = str(gradcheck(lambda x: x.tanh(), x, order=2))
+    assert max(map(len, text.splitlines())) <= columns
+    assert text.split() == wide.split()
+
+
 def test_raises_can_be_turned_off(rng):
     assert not gradcheck(lambda x: x - x, rng.standard_normal(3), raises=False).ok
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_mha.check.verdict import name_subject
 from tinygrad_mha.files.python_files import TimeLimitError, catching_exit, limiting
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig
@@ -30,8 +31,6 @@ __all__ = ["Candidate", "CandidateError", "Inputs", "walk_modules"]
 
 Inputs = tuple[np.ndarray, ...]
 """x, or q, k and v."""
-
-SECONDS = 20.0  # a call may take
 
 TOKENS, WIDTH, HEADS, D_K, D_V = 7, 12, 2, 5, 11  # of the inputs and modules that the check makes
 
@@ -80,7 +79,7 @@ class Candidate:
         if isinstance(target, GPT):
             advice = "check its attention, model.h[0].attn, or the model with check.kv_cache(model, ids)"
             raise CandidateError(f"a GPT takes token ids, not rows: {advice}")
-        self.name = getattr(target, "__name__", type(target).__name__)
+        self.name = name_subject(target)
         self.printed = ""
         rng = np.random.default_rng(seed)
         if inspect.isclass(target) or list(read_parameters(target))[:2] == ["config", "rng"]:
@@ -252,7 +251,7 @@ class Candidate:
         out = io.StringIO()
         try:
             with (
-                limiting(calls * SECONDS),
+                limiting(calls),
                 catching_exit(),
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(io.StringIO()),

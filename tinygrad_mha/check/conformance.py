@@ -26,7 +26,7 @@ from tinygrad_mha.check.claims import (
 )
 from tinygrad_mha.check.formulas import FAULTS
 from tinygrad_mha.check.matching import CLOSE, Reference, is_equal
-from tinygrad_mha.check.verdict import Finding, Verdict
+from tinygrad_mha.check.verdict import Finding, Verdict, name_subject
 from tinygrad_mha.files.python_files import TimeLimitError
 
 __all__ = ["attention"]
@@ -60,7 +60,7 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
         scale - the scores are not divided by sqrt(d_k): the scale is missing
         overflow - exp overflows: the largest score of each row is not subtracted before it
     """
-    name = getattr(candidate, "__name__", type(candidate).__name__)
+    name = name_subject(candidate)
     try:
         c = Candidate(candidate, inputs, seed, causal)
         return Verdict(name, list(judge(c, causal, seed)))

@@ -19,7 +19,7 @@ from tinygrad_mha import engine, modes, viz
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.check.diagnosis import find_line, quote_line
 from tinygrad_mha.check.gradient_check import find_problem, is_floating, parameters_in_float64
-from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data
+from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data, name_subject
 from tinygrad_mha.nn import Embedding
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, plain
@@ -152,7 +152,7 @@ def dependencies(f: Any, x: Any, *, seed: int = 0) -> Dependencies:
         2  ■ ■ ■
     """
     rng = np.random.default_rng(seed)
-    subject = getattr(f, "__name__", None) or type(f).__name__
+    subject = name_subject(f)
     mode = f.evaluating() if isinstance(f, Module) else contextlib.nullcontext()
     with mode, parameters_in_float64(f), modes.enable_grad(), varied(f, x) as (evaluate, base):
         leaf = Tensor(base, requires_grad=True, name="x")

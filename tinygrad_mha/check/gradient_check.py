@@ -22,6 +22,7 @@ import numpy as np
 from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.check.differences import STEP, Comparison, measure_condition
 from tinygrad_mha.check.report import Entry, GradcheckError, GradcheckReport
+from tinygrad_mha.check.verdict import name_subject
 from tinygrad_mha.tensors import Tensor, plain
 from tinygrad_mha.transforms import grad
 
@@ -65,7 +66,7 @@ def gradcheck(
     Raises:
         GradcheckError: with the report, if a gradient is wrong; if two calls give different values (dropout); or if the
             output depends on an input but the gradient is zero everywhere, so that the check could not fail
-            (`softmax(x).sum()` is constant).
+            (`softmax(x).sum()` is constant); or if no input has an element.
         ValueError: no input and no parameter is floating, or an argument is invalid.
         TypeError: `f` returns something that is not a tensor.
 
@@ -78,7 +79,7 @@ def gradcheck(
         raise ValueError(f"order must be 1 or 2, got {order}")
     rng = np.random.default_rng(seed)
     tolerances = {"step": eps or STEP, "rtol": rtol, "atol": atol}
-    report = GradcheckReport(getattr(f, "__name__", None) or getattr(f, "name", None) or type(f).__name__)
+    report = GradcheckReport(name_subject(f))
     with parameters_in_float64(f) as parameters, modes.enable_grad():
         names = name_inputs(f, inputs)
         arguments = [make_leaf(x, name) if is_floating(x) else x for x, name in zip(inputs, names, strict=True)]
@@ -101,6 +102,8 @@ def gradcheck(
             report.entries += check_map(
                 gradients(create_graph=True), gradients, variables | named, 2, rng, zero, elements, **tolerances
             )
+        if not report.problem and not any(entry.checked for entry in report.entries):
+            report.problem = "no input has an element that can move: nothing was compared"
     if raises and not report.ok:
         raise GradcheckError(report)
     return report
@@ -151,6 +154,9 @@ def check_variable(comparison: Comparison, rng: np.random.Generator, most: int) 
     for index in sample.tolist():
         comparison.check_element(tuple(index))
     entry.checked = len(sample)
+    if not len(sample):
+        entry.status = "empty"
+        entry.note = "nothing was compared: " + ("none of its elements is finite" if x.size else "it has no elements")
     if not agrees and entry.status == "ok" and len(elements) > most:
         comparison.find_wrong_element(direction)
     if not agrees and entry.status == "ok":

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from tinygrad_mha.check.verdict import as_plain_data
+from tinygrad_mha.check.verdict import as_plain_data, wrap_lines
 from tinygrad_mha.tables import make_table
 
 __all__ = ["Difference", "Entry", "GradcheckError", "GradcheckReport"]
@@ -54,7 +54,8 @@ class Entry:
         order: 1 for the first derivative, 2 for the second.
         status: `ok`; `wrong`; `vacuous` (the output is built on it, but the gradient is zero everywhere, so the check
             proves nothing); `cut` (the output depends on it, but the graph does not reach it); `ignored` (the function
-            does not use it); `zero` (as declared with `zero=`, or a second derivative that is zero).
+            does not use it); `zero` (as declared with `zero=`, or a second derivative that is zero); `empty` (it has no
+            element, or no finite one, so that nothing was compared).
         checked: the number of elements compared.
         worst: the element with the largest difference.
         kinks: the elements without a derivative.
@@ -89,8 +90,8 @@ class GradcheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every entry is ok, ignored or zero as declared, and there was no problem."""
-        return not self.problem and all(e.status in ("ok", "ignored", "zero") for e in self.entries)
+        """Whether there was no problem, and every entry is ok, ignored, empty or zero as declared."""
+        return not self.problem and all(e.status in ("ok", "ignored", "zero", "empty") for e in self.entries)
 
     @property
     def worst(self) -> Difference | None:
@@ -129,7 +130,7 @@ class GradcheckReport:
                 lines.append(f"    {e.worst}")
             lines += [f"    {note}" for note in e.note.splitlines()]
             lines += [f"    step {h:7.0e}  error {error:.1e}" for h, error in e.sweep]
-        return "\n".join(lines)
+        return wrap_lines("\n".join(lines), " " * 6)
 
     def _repr_html_(self) -> str:
         rows = []

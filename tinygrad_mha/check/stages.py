@@ -21,7 +21,7 @@ from tinygrad_mha import engine, modes
 from tinygrad_mha.check.differences import STEP, ZERO, Comparison, largest, measure_condition
 from tinygrad_mha.check.gradient_check import find_problem, is_floating, make_leaf, parameters_in_float64
 from tinygrad_mha.check.report import Entry
-from tinygrad_mha.check.verdict import Finding, Verdict
+from tinygrad_mha.check.verdict import Finding, Verdict, name_subject
 from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["DerivationVerdict", "derivation"]
@@ -126,7 +126,7 @@ def derivation(
         if unknown or not formulas:
             what = f"there is no stage for {', '.join(unknown)}" if unknown else "there are no formulas"
             raise ValueError(f"{what}; they can be given for {', '.join(f'd{name}' for name in gradients)}")
-        verdict = DerivationVerdict(getattr(forward, "__name__", None) or type(forward).__name__)
+        verdict = DerivationVerdict(name_subject(forward))
         for name in sorted(formulas, key=lambda name: -run.needed_at(stages[name[1:]])):
             stage = stages[name[1:]]
             known = {key: plain(x) for key, x in (dict(inputs) | stages).items()}

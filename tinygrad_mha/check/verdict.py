@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import numpy as np
 
 from tinygrad_mha.tables import make_table
 
-__all__ = ["CheckError", "Finding", "Status", "Verdict"]
+__all__ = ["CheckError", "Finding", "Status", "Verdict", "get_width", "name_subject", "wrap_lines"]
 
 Status = Literal["passed", "failed", "does not apply"]
 
@@ -101,7 +102,7 @@ class Verdict:
         return str(self)  # what the prompt of Python shows
 
     def __str__(self) -> str:
-        width = max(WIDTH // 2, min(WIDTH, get_terminal_size((WIDTH, 0)).columns))
+        width = get_width()
         names = ", ".join(dict.fromkeys(finding.name for finding in self.failed))
         lines = [f"{self.subject}: {self.status}"]
         if self.problem:
@@ -147,6 +148,23 @@ class CheckError(AssertionError):
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
+
+
+def get_width() -> int:
+    """The columns of the terminal, 50 to 100; 100 if the output is no terminal."""
+    return max(WIDTH // 2, min(WIDTH, get_terminal_size((WIDTH, 0)).columns))
+
+
+def wrap_lines(text: str, indent: str) -> str:
+    """The text with lines that fit the terminal; `indent` stands before what continues a line. Nothing is cut."""
+    lines = (textwrap.wrap(line, get_width(), subsequent_indent=indent) for line in text.splitlines())
+    return "\n".join(itertools.chain.from_iterable(lines))
+
+
+def name_subject(f: Any) -> str:
+    """The name of a function, of a primitive, or of the class of a module."""
+    f = getattr(f, "__wrapped__", f)
+    return str(getattr(f, "__name__", None) or getattr(f, "name", None) or type(f).__name__)
 
 
 def format_value(name: str, value: Any, width: int) -> str:

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 
 from tinygrad_mha.files.reading import CheckpointError, FileError, read_file
 
-__all__ = ["OwnCodeError", "TimeLimitError", "catching_exit", "limiting", "load_object", "running"]
+__all__ = ["OwnCodeError", "TimeLimitError", "TimeLimited", "catching_exit", "limiting", "load_object", "running"]
+
+SECONDS = 20.0  # a call of a person's function may take, and a file to run
 
 
 class OwnCodeError(FileError):
@@ -31,7 +33,7 @@ def load_object(target: str, with_classes: bool = False) -> Callable[..., Any]:
         with_classes: whether NAME may be a class.
 
     Raises:
-        OwnCodeError: the file raises an exception, calls sys.exit(), is not Python, or has no such name.
+        OwnCodeError: the file raises an exception, calls sys.exit(), runs too long, is not Python, or has no such name.
         FileNotFoundError: there is no such file.
         TypeError: NAME is something else.
     """
@@ -65,7 +67,7 @@ def run_file(path: Path) -> types.ModuleType:
     module.__file__ = str(path)
     sys.modules.setdefault(path.stem, module)  # a dataclass looks its module up there
     sys.path.insert(0, str(path.parent))
-    with running(path), contextlib.redirect_stdout(sys.stderr):
+    with running(path), limiting(), contextlib.redirect_stdout(sys.stderr):
         exec(code, vars(module))
     return module
 
@@ -87,11 +89,14 @@ def compile_source(source: bytes, path: Path) -> types.CodeType:
 
 @contextlib.contextmanager
 def running(path: Any) -> Iterator[None]:
-    """While the code of a file runs: its sys.exit() and its exceptions become an `OwnCodeError` that names the line."""
+    """While the code of a file runs: its sys.exit(), exceptions and time limits become an `OwnCodeError`.
+
+    The error names the line.
+    """
     try:
         with catching_exit():
             yield
-    except (KeyboardInterrupt, TimeLimitError):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # such as SystemExit, GeneratorExit or CancelledError
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path)]
@@ -99,6 +104,8 @@ def running(path: Any) -> Iterator[None]:
         if isinstance(error, SystemExit):
             hint = "code for a script alone belongs under if __name__ == '__main__'"
             raise OwnCodeError(f"{place}: it calls sys.exit({error.code}), so nothing was computed; {hint}") from error
+        if isinstance(error, TimeLimitError):
+            raise OwnCodeError(f"{place}: {error}") from error
         if not lines:
             raise  # it comes from a check of ours
         text = " ".join(str(error).split())
@@ -130,14 +137,15 @@ class TimeLimitError(BaseException):
 
 
 @contextlib.contextmanager
-def limiting(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitError` in the code of a person that runs longer than `seconds`, an endless loop for example.
+def limiting(calls: int = 1) -> Iterator[None]:
+    """Raise `TimeLimitError` in the code of a person that runs longer than `calls` calls may, such as an endless loop.
 
     It needs the alarm signal, so it does nothing outside of the main thread and on Windows.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
+    seconds = calls * SECONDS
 
     def stop(*_: Any) -> NoReturn:
         raise TimeLimitError(f"it did not return within {seconds:g} seconds: an endless loop?")
@@ -148,3 +156,17 @@ def limiting(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+class TimeLimited:
+    """A function or module of a person with the same attributes; each call of it has the time limit."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self.__wrapped__ = f  # where `inspect.signature` looks for the parameters
+
+    def __call__(self, *inputs: Any) -> Any:
+        with limiting():
+            return self.__wrapped__(*inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
