@@ -15,6 +15,7 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 from matplotlib import font_manager  # noqa: E402 (after the check that it is there)
 from matplotlib.text import Text  # noqa: E402
 
+from tinygrad_mha.viz import fonts  # noqa: E402
 from tinygrad_mha.viz.diagram import heat  # noqa: E402
 from tinygrad_mha.viz.plots import attention_weights, figures, layer_predictions  # noqa: E402
 from tinygrad_mha.viz.plots.training_curves import running_mean  # noqa: E402
@@ -91,7 +92,7 @@ def test_one_layer_has_no_label_of_its_own(rng):
 
 
 def test_a_missing_chinese_font_is_one_warning_that_says_what_to_install(monkeypatch, tmp_path, rng):
-    monkeypatch.setattr(figures, "CHINESE_FONTS", "No Such Font")
+    monkeypatch.setattr(fonts, "CHINESE_FONTS", "No Such Font")
     monkeypatch.setattr(font_manager, "findSystemFonts", list)
     with pytest.warns(UserWarning, match=r"no font with Chinese characters was found.*fonts-noto-cjk") as caught:
         tg.viz.heatmap(rng.random((2, 2)), ["猫", "鱼"], path=tmp_path / "x.png")
@@ -294,7 +295,7 @@ def test_a_plot_is_written_in_the_format_of_its_suffix_or_not_at_all(tmp_path):
 
 
 def test_chinese_text_uses_a_font_that_covers_it(tmp_path):
-    wanted = {name.strip() for name in figures.CHINESE_FONTS.split(",")}
+    wanted = {name.strip() for name in fonts.CHINESE_FONTS.split(",")}
     installed = {font.name for font in font_manager.fontManager.ttflist}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is none
@@ -306,9 +307,21 @@ def test_chinese_text_uses_a_font_that_covers_it(tmp_path):
     plot.save(tmp_path / "a.png")  # a character without a glyph would be a warning, and so an error here
 
 
+def test_without_fonts_on_the_system_chinese_is_drawn_with_the_font_of_the_extra(monkeypatch, tmp_path):
+    pytest.importorskip("pylopdf_fonts_zh_cn", reason="only Linux has the font of the extras plot and render")
+    latin = [font for font in font_manager.fontManager.ttflist if font.name == "DejaVu Sans"]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", latin)
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
+    tg.viz.heatmap(np.eye(2), ["猫", "坐"])
+    plot = tg.viz.heatmap(np.eye(2), ["猫", "坐"])
+    assert plot.axes[0].get_yticklabels()[0].get_fontfamily()[-1] == "Noto Sans SC"
+    assert [font.name for font in font_manager.fontManager.ttflist].count("Noto Sans SC") == 1
+    assert b"NotoSansSC" in plot.save(tmp_path / "a.pdf").read_bytes()
+
+
 def test_without_a_chinese_font_a_warning_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(figures, "CHINESE_FONTS", "No Such Font")
-    with pytest.warns(UserWarning, match="no font with Chinese characters was found.*No Such Font"):
+    monkeypatch.setattr(fonts, "CHINESE_FONTS", "No Such Font")
+    with pytest.warns(UserWarning, match="no font with Chinese characters was found.*pip install pylopdf-fonts-zh-cn"):
         tg.viz.heatmap(np.eye(1), ["猫"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -19,7 +19,7 @@ from test_graph import IDS, ODD_NAMES, boxes, gpt, swept, two_heads
 
 import tinygrad_mha as tg
 from tinygrad_mha import modes, nn, ops
-from tinygrad_mha.viz import NoEngineError
+from tinygrad_mha.viz import NoEngineError, fonts
 from tinygrad_mha.viz.diagram import closing
 from tinygrad_mha.viz.diagram import graphviz_engines as render
 
@@ -332,6 +332,47 @@ def test_pygraphviz_is_imported_from_where_this_process_finds_it(file, tmp_path,
     monkeypatch.delitem(sys.modules, "pygraphviz", raising=False)
     command = render.find_pygraphviz()
     assert command(Path("a.dot"), {"svg": Path("a.svg")})[3] == str(tmp_path)
+
+
+@pytest.fixture
+def no_fonts(monkeypatch, tmp_path):
+    """Settings of fontconfig that know no font."""
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "fonts.conf").write_text("<fontconfig></fontconfig>")
+    monkeypatch.setenv("FONTCONFIG_PATH", str(tmp_path / "settings"))
+    monkeypatch.delenv("FONTCONFIG_FILE", raising=False)
+
+
+def test_without_fonts_on_the_system_a_graph_is_drawn_with_the_font_of_the_extra(no_fonts, engine, tmp_path):
+    pytest.importorskip("pylopdf_fonts_zh_cn", reason="only Linux has the font of the extras plot and render")
+    graph = tg.graph(tg.Tensor([1.0], name="猫"), engine=engine)
+    fonts_of_it = set(re.findall(rb"/FontName */\w+\+([\w-]+)", graph.save(tmp_path / "x.pdf").read_bytes()))
+    assert {name.split(b"-")[0] for name in fonts_of_it} == {b"NotoSansSC"}
+
+
+def test_settings_of_fontconfig_that_the_user_names_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(fonts, "chinese_font", lambda: Path("/fonts & more/Font.otf"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("FONTCONFIG_FILE", raising=False)
+    settings = Path(fonts.make_fontconfig(tmp_path)["FONTCONFIG_FILE"])
+    assert ElementTree.parse(settings).findtext("dir") == "/fonts & more"
+    monkeypatch.setenv("FONTCONFIG_FILE", "mine.conf")
+    assert fonts.make_fontconfig(tmp_path) is None
+
+
+@posix
+def test_a_png_of_chinese_text_without_a_font_is_one_warning_that_says_what_to_install(
+    no_fonts, good_second, monkeypatch, tmp_path
+):
+    if shutil.which("fc-list") is None:
+        pytest.skip("fc-list is not installed, which says what fonts there are")
+    monkeypatch.setattr(fonts, "chinese_font", lambda: None)
+    graph = tg.graph(tg.Tensor([1.0], name="猫"), engine="pygraphviz")
+    with pytest.warns(UserWarning, match="pip install pylopdf-fonts-zh-cn") as caught:
+        graph.save(tmp_path / "x.png")
+    assert len(caught) == 1
+    graph.save(tmp_path / "x.svg")  # whose text is drawn where it is opened
+    tg.graph(tg.Tensor([1.0], name="cat"), engine="pygraphviz").save(tmp_path / "y.png")
 
 
 def test_a_failed_save_keeps_the_old_file(no_engine, tmp_path):

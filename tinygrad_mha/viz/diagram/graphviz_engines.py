@@ -30,6 +30,8 @@ from xml.etree import ElementTree
 
 import graphviz  # type: ignore[import-untyped]
 
+from tinygrad_mha.viz import fonts
+
 __all__ = ["ENGINES", "FORMATS", "EngineFailedError", "NoEngineError", "render"]
 __all__ += ["make_cell", "make_page", "make_standalone"]
 
@@ -86,6 +88,8 @@ def render(dot: str, format: str, nodes: Iterable[str], engine: str = "auto") ->
             continue
         if broken:
             warnings.warn(f"{'; '.join(broken)}. {name} is used instead", RuntimeWarning, stacklevel=3)
+        if format != "svg" and fonts.has_chinese(dot) and fonts.lacks_chinese():
+            fonts.warn_of_boxes(stacklevel=3)
         return image
     raise NoEngineError(format.upper(), broken + absent)
 
@@ -97,7 +101,7 @@ def run_engine(command: Command, dot: str, format: str, nodes: set[str]) -> byte
         source.write_text(dot, encoding="utf-8")
         outputs = {name: Path(folder, f"graph.{name}") for name in dict.fromkeys(("svg", format))}
         try:
-            messages = call(command(source, outputs), LAYOUT_SECONDS)
+            messages = call(command(source, outputs), LAYOUT_SECONDS, fonts.make_fontconfig(Path(folder)))
             problem = next((line for line in messages.splitlines() if line.startswith("Error:")), None)
             problem = problem or find_lost_box(outputs["svg"].read_text(encoding="utf-8"), nodes)
             if problem:
@@ -121,12 +125,18 @@ def warn_of_scale(svg: str) -> None:
         )
 
 
-def call(command: list[str], seconds: float) -> str:
+def call(command: list[str], seconds: float, environment: dict[str, str] | None = None) -> str:
     """Run a command and return its output on both channels. Raise if it fails or takes longer than `seconds`."""
     with tempfile.TemporaryFile() as channel:
         try:
             code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=channel, stderr=channel, timeout=seconds, check=False
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=channel,
+                stderr=channel,
+                timeout=seconds,
+                env=environment,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             raise EngineFailedError(f"did not answer within {seconds:g} seconds") from None

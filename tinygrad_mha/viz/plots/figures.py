@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_mha.files import replacing
+from tinygrad_mha.viz import fonts
 from tinygrad_mha.viz.diagram.heat import INK, PALETTES
 
 try:
@@ -23,9 +24,6 @@ except ImportError:  # `new_plot` says so
     Figure = object  # type: ignore[assignment, misc]
 
 __all__ = ["Plot", "add_scale", "finish_plot", "make_colormap", "new_plot", "text_color"]
-
-CHINESE_FONTS = """Noto Sans CJK SC,Noto Sans SC,Source Han Sans SC,PingFang SC,Hiragino Sans GB,Microsoft YaHei,SimHei,
-    WenQuanYi Micro Hei,WenQuanYi Zen Hei,Noto Sans CJK JP,Noto Sans CJK TC,Droid Sans Fallback,Arial Unicode MS"""
 
 
 class Plot(Figure):
@@ -64,34 +62,33 @@ def new_plot(width: float, height: float) -> Plot:
 def finish_plot(plot: Plot, path: str | os.PathLike[str] | None) -> Plot:
     """Disable mathtext, choose fonts that cover the text, and save the plot if `path` is given."""
     texts = plot.findobj(Text)
-    fonts = choose_fonts("".join(text.get_text() for text in texts))
+    families = choose_fonts("".join(text.get_text() for text in texts))
     for text in texts:
         text.set_parse_math(False)
-        text.set_fontfamily(fonts)
+        text.set_fontfamily(families)
     if path is not None:
         plot.save(path)
     return plot
 
 
 def choose_fonts(text: str) -> list[str]:
-    """The usual fonts and, if the text needs it, a Chinese one."""
+    """The usual fonts and, if the text needs them, those with Chinese characters."""
     usual = list(rcParams["font.family"])
-    if not any("\u2e80" <= c <= "\uffef" or c >= "\U00020000" for c in text):
+    if not fonts.has_chinese(text):
         return usual
-    wanted = [name.strip() for name in CHINESE_FONTS.split(",")]
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    if installed.isdisjoint(wanted):  # matplotlib's list of fonts may be older than the font
+    wanted = [name.strip() for name in fonts.CHINESE_FONTS.split(",")]
+    known = font_manager.fontManager
+    own = fonts.chinese_font()
+    if own is not None and str(own) not in {font.fname for font in known.ttflist}:
+        known.addfont(own)
+    if {font.name for font in known.ttflist}.isdisjoint(wanted):  # matplotlib's list may be older than the font
         for file in font_manager.findSystemFonts():
             if "cjk" in Path(file).name.lower() or "wqy" in Path(file).name.lower():
-                font_manager.fontManager.addfont(file)
-        installed = {font.name for font in font_manager.fontManager.ttflist}
-    chinese = [name for name in wanted if name in installed][:1]
+                known.addfont(file)
+    installed = {font.name for font in known.ttflist}
+    chinese = [name for name in wanted if name in installed]
     if not chinese:
-        warnings.warn(
-            f"no font with Chinese characters was found, so they are drawn as boxes: install one of "
-            f"{', '.join(wanted)} (for example the system package fonts-noto-cjk)",
-            stacklevel=4,
-        )
+        fonts.warn_of_boxes(stacklevel=4)
     return usual + chinese
 
 
