@@ -651,6 +651,19 @@ def attention(b: Builder, name: str) -> Value:
     return b.apply(name, q, k, v, allow, bias, keep, scale=b.one_of(None, None, 0.3))
 
 
+@builds("multi_head_attention")
+def multi_head_attention(b: Builder, name: str) -> Value:
+    n_head, d_k, d_v = b.one_of(1, 2, 3), b.one_of(1, 2), b.one_of(1, 2, 3)
+    *batch, t_q, _ = b.pick(lambda shape: True, least=2).shape
+    t_k = b.one_of(1, 2, 3, 5)
+    q, k = b.shaped((*batch, t_q, n_head * d_k)), b.shaped((*batch, t_k, n_head * d_k))
+    v, scores = b.shaped((*batch, t_k, n_head * d_v)), (*batch, n_head, t_q, t_k)
+    allow = b.one_of(None, b.coin_flips(scores, 0.7), b.coin_flips(scores[-2:], 0.5), np.tri(t_q, t_k, dtype=bool))
+    bias = b.one_of(lambda: None, lambda: b.shaped(b.narrowed(scores)), lambda: b.constant(scores))()
+    keep = b.one_of(None, None, b.coin_flips(scores, 0.8) / 0.8)
+    return b.apply(name, q, k, v, allow, bias, keep, n_head=n_head)
+
+
 @builds("self_attention")
 def self_attention(b: Builder, name: str) -> Value:
     n_head, d = b.one_of(1, 2, 3), b.one_of(1, 2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tinygrad_mha import Tensor, gradcheck, hvp, nn, no_grad, ops
+from tinygrad_mha.engine import toposort
 from tinygrad_mha.nn.positions import Position, alibi, alibi_slopes, as_position, relative_buckets, rotary, sinusoidal
 
 B, H, T_Q, T_K, D_K, D_V = 2, 3, 5, 7, 11, 13
@@ -383,6 +384,50 @@ def test_the_second_derivative_of_self_attention_is_that_of_its_steps(rng):
             for f in (functools.partial(ops.self_attention, n_head=H), in_steps)
         )
         close(one, other.data, 1e-11)
+
+
+def heads_in_steps(q, k, v, *masks):
+    """`ops.multi_head_attention` from single operations."""
+    return nn.join_heads(ops.attend(*(nn.split_heads(x, H) for x in (q, k, v)), *masks))
+
+
+@pytest.mark.parametrize("front", [(), (2,)])
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (3, 5), (7, 2)])
+def test_heads_of_any_widths_in_one_node_equal_their_steps_in_all_derivatives(rng, front, n_q, n_k):
+    shapes = (n_q, H * D_K), (n_k, H * D_K), (n_k, H * D_V)
+    q, k, v = (rng.standard_normal((*front, *shape)) for shape in shapes)
+    g = rng.standard_normal((*front, n_q, H * D_V))
+    allow = rng.random((*front, 1, n_q, n_k)) < 0.6
+    keep_mask = (rng.random((*front, H, n_q, n_k)) < 0.8) / 0.8
+    for masks in [(), (allow,), (None, rng.standard_normal((H, n_q, n_k)), keep_mask), (allow, None, keep_mask)]:
+        results = []
+        for f in (functools.partial(ops.multi_head_attention, n_head=H), heads_in_steps):
+            inputs = [Tensor(x, requires_grad=True) for x in (q, k, v)]
+            y = f(*inputs, *masks)
+            second = hvp(lambda t, f=f: (f(t, k, v, *masks) * g).sum(), q, q[::-1].copy())  # noqa: B023 (called at once)
+            results.append([y.data, *gradients(y, inputs, g), second.data])
+        for a, b in zip(*results, strict=True):
+            close(a, b, 1e-11)
+
+
+def test_a_fused_module_computes_what_its_steps_compute_in_a_few_nodes(rng):
+    x, g = rng.standard_normal((3, 5)), rng.standard_normal((3, 5))
+    results = []
+    for fused in (True, False):
+        mha = nn.MultiHeadAttention(5, n_head=2, d_k=7, d_v=11, bias=True, rng=0, fused=fused).astype(np.float64)
+        y = mha(x, causal=True)
+        results.append([y.data, *gradients(y, mha.parameters(), g)])
+        names = [value.node.op.name for value in toposort([y]) if value.node is not None]
+        assert (names == ["linear"] * 3 + ["multi_head_attention", "linear"]) == fused
+    for a, b in zip(*results, strict=True):
+        close(a, b, 1e-12)
+
+
+def test_heads_that_do_not_stand_side_by_side_are_refused():
+    with pytest.raises(
+        ValueError, match=r"multi_head_attention of \(3, 4\), \(3, 4\), \(3, 5\), n_head=2: .*n_head \* d"
+    ):
+        ops.multi_head_attention(np.ones((3, 4)), np.ones((3, 4)), np.ones((3, 5)), n_head=2)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])

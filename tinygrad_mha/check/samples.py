@@ -183,6 +183,24 @@ SAMPLES = {
     "dropout": lambda rng: [((normal(rng, 2, 3, 5), rng.integers(0, 2, (3, 5)) * 2.0), {})],
     "rotate": lambda rng: [((normal(rng, 2, 3, 6),), {"angles": normal(rng, 3, 3)})],
     "attention": attention,
+    "multi_head_attention": lambda rng: [
+        ((normal(rng, 3, 7), normal(rng, 5, 7), normal(rng, 5, 2)), {"n_head": 1}),
+        (
+            (normal(rng, 2, 3, 6), normal(rng, 2, 5, 6), normal(rng, 2, 5, 10), np.tri(3, 5, 2, dtype=bool)),
+            {"n_head": 2},
+        ),
+        (
+            (
+                normal(rng, 3, 6),
+                normal(rng, 5, 6),
+                normal(rng, 5, 4),
+                None,
+                normal(rng, 2, 3, 5),
+                random_mask(rng, 3, 5) * 2.0,
+            ),
+            {"n_head": 2},
+        ),
+    ],
     "self_attention": lambda rng: [
         ((normal(rng, 3, 6),), {"n_head": 1}),
         ((normal(rng, 2, 3, 12), np.tri(3, dtype=bool)), {"n_head": 2}),

@@ -243,25 +243,47 @@ class Heads(Module):
         edit: Edit | None = None,
         **masks: Unpack[Masks],
     ) -> Tensor:
-        """`attend` to q, k and v that are side by side: (..., T, (H + 2 H_kv) d) -> (..., T, H d).
-
-        It is one node where nothing comes between the projections and the scores, and nobody looks at the steps.
-        """
-        n, m, n_tokens = self.n_head, self.n_kv_head, qkv.shape[-2]
-        is_fused = self._is_fused(edit)
-        if is_fused and cache is None and n == m and not self._rotates:
-            score_shape: ScoreShape = (qkv.shape[0] if qkv.ndim == 3 else None, n, n_tokens, n_tokens)
-            allow, bias = self._masks(score_shape, qkv.dtype, **masks)
-            keep_mask = self.dropout.sample_mask((*qkv.shape[:-2], n, n_tokens, n_tokens), qkv.dtype)
-            return ops.self_attention(qkv, allow, bias, keep_mask, n_head=n)
+        """`attend_columns` to q, k and v that stand side by side: (..., T, (H + 2 H_kv) d) -> (..., T, H d)."""
+        n, m = self.n_head, self.n_kv_head
+        if self._is_one_node(cache, edit):
+            return ops.self_attention(qkv, *self._masks_of_all(qkv, qkv, **masks), n_head=n)
         if self.on_arrays:  # the same views in fewer steps, which no picture shows
             heads = split_heads(qkv, n + 2 * m)
             q, k, v = heads[..., :n, :, :], heads[..., n : n + m, :, :], heads[..., n + m :, :, :]
-        else:
-            d = qkv.shape[-1] // (n + 2 * m)
-            q, k, v = ops.split(qkv, [n * d, (n + m) * d], axis=-1)
-            q, k, v = split_heads(q, n), split_heads(k, m), split_heads(v, m)
-        return self.attend(q, k, v, cache, positions, edit, **masks)
+            return self.attend(q, k, v, cache, positions, edit, **masks)
+        d = qkv.shape[-1] // (n + 2 * m)
+        q, k, v = ops.split(qkv, [n * d, (n + m) * d], axis=-1)
+        return self.attend_columns(q, k, v, cache, positions, edit, **masks)
+
+    def attend_columns(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache | CachedLayer | None = None,
+        positions: Any = None,
+        edit: Edit | None = None,
+        **masks: Unpack[Masks],
+    ) -> Tensor:
+        """`attend` to heads that stand side by side: q (..., T_q, H d_k), k (..., T, H_kv d_k), v (..., T, H_kv d_v).
+
+        It is one node where nothing comes between the projections and the scores, and nobody looks at the steps.
+        """
+        n, m = self.n_head, self.n_kv_head
+        if self._is_one_node(cache, edit):
+            return ops.multi_head_attention(q, k, v, *self._masks_of_all(q, k, **masks), n_head=n)
+        return self.attend(split_heads(q, n), split_heads(k, m), split_heads(v, m), cache, positions, edit, **masks)
+
+    def _is_one_node(self, cache: KVCache | CachedLayer | None, edit: Edit | None) -> bool:
+        """Whether the steps are one node that also splits and joins the heads."""
+        return self._is_fused(edit) and cache is None and self.n_head == self.n_kv_head and not self._rotates
+
+    def _masks_of_all(self, q: Tensor, k: Tensor, **masks: Unpack[Masks]) -> tuple[Any, Any, np.ndarray | None]:
+        """Masks, biases and the mask of dropout for the scores of q (..., T_q, H d_k) and k (..., T_k, H d_k)."""
+        *front, n_q, _ = q.shape
+        n_k = k.shape[-2]
+        allow, bias = self._masks((front[0] if front else None, self.n_head, n_q, n_k), q.dtype, **masks)
+        return allow, bias, self.dropout.sample_mask((*front, self.n_head, n_q, n_k), q.dtype)
 
     def _is_fused(self, edit: Edit | None) -> bool:
         """Whether the steps are one node in this call."""

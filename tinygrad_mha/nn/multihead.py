@@ -259,10 +259,13 @@ class MultiHeadAttention(Module):
         """
         x = self._check_input(x, memory, cache, positions)
         steps = Steps(edit) if trace else None
-        q = split_heads(ops.linear(x, self.wq, self.bq), self.n_head)
-        k, v = memory if isinstance(memory, Memory) else self._keys_and_values(self._check_memory(x, memory))
         masks = Masks(allow=allow, key_allow=key_allow, bias=bias, causal=causal, window=window)
-        concat = self.heads.attend(q, k, v, cache, positions, steps or edit, **masks)
+        q = ops.linear(x, self.wq, self.bq)
+        if isinstance(memory, Memory):
+            concat = self.heads.attend(split_heads(q, self.n_head), *memory, edit=steps or edit, **masks)
+        else:
+            k, v = self._keys_and_values(self._check_memory(x, memory))
+            concat = self.heads.attend_columns(q, k, v, cache, positions, steps or edit, **masks)
         y = ops.linear(concat, self.wo, self.bo)
         if self.on_arrays:
             return y
@@ -281,7 +284,8 @@ class MultiHeadAttention(Module):
         with self.scope():
             memory = memory if self.on_arrays else as_tensor(memory)
             check_width(memory, self.d_memory, "MultiHeadAttention, memory with d_memory columns,")
-            return self._keys_and_values(memory)
+            k, v = self._keys_and_values(memory)
+            return Memory(split_heads(k, self.n_kv_head), split_heads(v, self.n_kv_head))
 
     def per_head(self, x: Any, memory: Any = None, positions: Any = None, **masks: Unpack[Masks]) -> Tensor:
         """The same result computed one head at a time, every matrix named: W_Q1, Q_1, K_1, V_1, scores_1, S_1, H_1, ...
@@ -299,9 +303,9 @@ class MultiHeadAttention(Module):
             concat = self.heads.attend_per_head(x, self._check_memory(x, memory), projections, positions, **masks)
             return ops.linear(concat, self.wo, self.bo).named("Y")
 
-    def _keys_and_values(self, memory: Tensor) -> Memory:
-        k = split_heads(ops.linear(memory, self.wk, self.bk), self.n_kv_head)
-        return Memory(k, split_heads(ops.linear(memory, self.wv, self.bv), self.n_kv_head))
+    def _keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads side by side: (..., T_k, H_kv d_k), (..., T_k, H_kv d_v)."""
+        return ops.linear(memory, self.wk, self.bk), ops.linear(memory, self.wv, self.bv)
 
     def _check_input(self, x: Any, memory: Any, cache: Any, positions: Any) -> Tensor:
         if memory is not None and (cache is not None or positions is not None or self.position.name != "none"):

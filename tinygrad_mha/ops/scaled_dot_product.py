@@ -1,7 +1,8 @@
 """Scaled dot-product attention: `attend` is the formula step by step, `attention` one fused primitive.
 
 Use `attend` to see, name or replace the scores and weights. `attention` is faster, and is tested against `attend`.
-`self_attention` is `attention` of all heads, from a matrix that holds q, k and v to one that holds the heads.
+`multi_head_attention` is `attention` of all heads at once, which stand side by side in the columns of q, k, v and the
+result; `self_attention` takes q, k and v in one matrix.
 
 Axes: T_q queries, T_k keys, d_k the width of a query and of a key, d_v the width of a value.
 """
@@ -19,7 +20,7 @@ from tinygrad_mha.ops.elementary import scale as multiply_by
 from tinygrad_mha.ops.network import dropout, softmax
 from tinygrad_mha.primitives import primitive
 
-__all__ = ["attend", "attention", "join_heads", "self_attention", "split_heads"]
+__all__ = ["attend", "attention", "join_heads", "multi_head_attention", "self_attention", "split_heads"]
 
 
 @primitive(
@@ -111,9 +112,38 @@ def attend(q, k, v, allow=None, bias=None, keep_mask=None, *, scale=None, observ
     return observe("heads", matmul(kept, v))
 
 
+@primitive(kind="composite", roles=("data", "data", "data", "mask", "operand", "operand"))
+def multi_head_attention(q, k, v, allow=None, bias=None, keep_mask=None, *, n_head) -> Any:
+    """`attention` in `n_head` heads, which stand side by side in the columns of q, k, v and of the result.
+
+    q (..., T_q, H d_k), k (..., T_k, H d_k), v (..., T_k, H d_v) -> (..., T_q, H d_v). `allow`, `bias` and `keep_mask`
+    broadcast to the scores (..., H, T_q, T_k).
+    """
+    if any(x.ndim < 2 or x.shape[-1] % n_head for x in (q, k, v)):
+        raise ValueError("expected the heads side by side: (..., T, n_head * d)")
+    q, k, v = split_heads(q, n_head), split_heads(k, n_head), split_heads(v, n_head)
+    heads, *residuals = attend_arrays(q, k, v, allow, bias, keep_mask, None)
+    return join_heads(heads), *residuals
+
+
+def multi_head_attention_vjp(g, y, weights, scaled_q, seen_k, seen_v, q, k, v, allow, bias, keep_mask, *, n_head):
+    g, y = split_heads(g, n_head), split_heads(y, n_head)
+    g_q, g_k, g_v, g_bias, g_keep_mask = attend_arrays_vjp(g, y, weights, scaled_q, seen_k, seen_v, keep_mask, None)
+    return join_heads(g_q), join_heads(g_k), join_heads(g_v), None, g_bias, g_keep_mask
+
+
+multi_head_attention.vjp_joint(multi_head_attention_vjp)
+
+
+@multi_head_attention.composed_of
+def attend_in_heads(q, k, v, allow=None, bias=None, keep_mask=None, *, n_head):
+    q, k, v = split_heads(q, n_head), split_heads(k, n_head), split_heads(v, n_head)
+    return join_heads(attention(q, k, v, allow, bias, keep_mask))
+
+
 @primitive(kind="composite", roles=("data", "mask", "operand", "operand"))
 def self_attention(qkv, allow=None, bias=None, keep_mask=None, *, n_head) -> Any:
-    """`attention` in `n_head` heads, of q, k and v side by side: (..., T, 3 H d) -> (..., T, H d), heads side by side.
+    """`multi_head_attention` of q, k and v that stand side by side: (..., T, 3 H d) -> (..., T, H d).
 
     `allow`, `bias` and `keep_mask` broadcast to the scores (..., H, T, T).
     """
@@ -136,9 +166,8 @@ self_attention.vjp_joint(self_attention_vjp)
 
 
 @self_attention.composed_of
-def attend_with_heads(qkv, allow=None, bias=None, keep_mask=None, *, n_head):
-    q, k, v = (split_heads(x, n_head) for x in split(qkv, 3, axis=-1))
-    return join_heads(attention(q, k, v, allow, bias, keep_mask))
+def attend_packed_heads(qkv, allow=None, bias=None, keep_mask=None, *, n_head):
+    return attend_in_heads(*split(qkv, 3, axis=-1), allow, bias, keep_mask, n_head=n_head)
 
 
 def view_heads(x, parts, n_head):
