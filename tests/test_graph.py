@@ -725,6 +725,10 @@ def test_a_written_number_is_within_five_percent(number):
     assert float(heat.write_value(number).replace("−", "-")) == pytest.approx(number, rel=0.05)
 
 
+def test_a_number_whose_quotient_by_the_factor_is_no_float_keeps_its_digits():
+    assert [heat.write_value(x, 300) for x in (1e300, 1e-300, -4.94e-322)] == ["1.00", "1.0e−600", "−4.9e−622"]
+
+
 def test_small_and_large_matrices_have_a_common_factor():
     for scale, factor, corner in ((4.2e-4, "×10⁻⁶", "420"), (1234.5, "×10³", "1.23"), (0.42, "", "0.42")):
         graph = tg.graph(tg.Tensor([[scale, -scale / 7], [0.0, scale / 100]], name="x", dtype=np.float64))

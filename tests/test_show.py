@@ -83,6 +83,20 @@ def test_columns_that_do_not_fit_are_left_out_visibly(trace, capsys, monkeypatch
     assert any(row.endswith("…") for row in rows)
 
 
+def test_a_long_label_widens_its_own_column_only_and_is_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    words = ["an", "internationalization", "注意力机制注意力机制", "x"]
+    tg.show(np.full((4, 4), -0.25), words, words)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "                    an  internation…  …",
+        "  an             −0.25         −0.25  …",
+        "  internationa…  −0.25         −0.25  …",
+        "  注意力机制注…  −0.25         −0.25  …",
+        "  x              −0.25         −0.25  …",
+        "",
+    ]
+
+
 def test_colours_are_for_terminals_and_no_color_turns_them_off(trace, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -101,6 +115,7 @@ def test_a_matrix_several_and_a_dict_of_them_are_shown_with_the_labels_given(cap
         "  the  1.00  2.00",
         "  cat  3.00  4.00",
         "  坐   5.00  6.00",
+        "",
     ]
     tg.show([x, (x * 2).named("Z")])
     assert headings(capsys.readouterr().out) == [("X", "3x2"), ("Z", "3x2")]

@@ -21,6 +21,7 @@ __all__ = ["Matrix", "print_matrices", "show"]
 
 MOST_ROWS = 64
 WIDTH = 100  # of output that is not a terminal
+LONGEST_HEAD = 12  # of the label of a column
 MEANINGS = {
     "q": "the queries",
     "k": "the keys",
@@ -57,8 +58,8 @@ def show(
     """Print matrices: all of an attention (Q, K, V, scores, masked scores, S and H of each head; Concat), or your own.
 
     Each has its name, its shape and its numbers; rows and columns that belong to tokens have their labels. Numbers are
-    written with two or three significant digits. On a terminal, cells are coloured as in pictures (unless NO_COLOR is
-    set) and columns that do not fit are left out.
+    written with two or three significant digits. Columns that do not fit and the ends of long labels are left out, with
+    … in their place. On a terminal, cells are coloured as in pictures, unless NO_COLOR is set.
 
     Args:
         what: what an attention or a GPT returns with trace=True, for one sequence; or a matrix, several named Tensors,
@@ -94,6 +95,7 @@ def show(
         print_matrices(list_steps(what, tokens, keys, layer, head))
     else:
         print_matrices(list_matrices(what, tokens, keys))
+    print()  # before the matrix of the next call
 
 
 def list_matrices(what: Any, tokens: Sequence[str] | None, keys: Sequence[str] | None) -> Iterator[Matrix]:
@@ -191,25 +193,40 @@ def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
     factor, most = common_factor(values), largest_magnitude(values)
     shape = "x".join(map(str, values.shape))
     yield f"{matrix.name}  {shape}  {matrix.meaning} {write_factor(factor)}".strip()
-    labels = list(matrix.rows or [""] * len(values))[:MOST_ROWS]
+    labels = [shorten(label, width // 3) for label in (matrix.rows or [""] * len(values))[:MOST_ROWS]]
+    head = [shorten(label, LONGEST_HEAD) for label in matrix.columns or []]
     cells = [[write_value(x, factor) for x in row] for row in values[:MOST_ROWS].tolist()]
-    head = list(matrix.columns or [])
     margin = max(map(columns_of, labels), default=0)
-    cell = max((columns_of(text) for row in [*cells, head] for text in row), default=1)
-    shown = max(1, min(values.shape[1], (width - 2 - margin) // (cell + 2)))
-    if shown < values.shape[1]:
-        shown = max(1, (width - 2 - margin - 3) // (cell + 2))
-    more = "  …" if shown < values.shape[1] else ""
+    number = max((len(text) for row in cells for text in row), default=1)
+    sizes = [2 + max(number, columns_of(label)) for label in head or [""] * values.shape[1]]
+    shown = count_fitting(sizes, width - 2 - margin)
+    more = "  …" if shown < len(sizes) else ""
     if head:
-        yield "  " + " " * margin + "".join(align(text, cell + 2) for text in head[:shown]) + more
+        yield "  " + " " * margin + "".join(map(align, head[:shown], sizes)) + more
     for label, texts, row in zip(labels, cells, values, strict=False):
         line = "".join(
-            colour(align(text, cell + 1) + " ", float(x), most, matrix.palette) if coloured else align(text, cell + 2)
-            for text, x in zip(texts[:shown], row, strict=False)
+            colour(align(text, size - 1) + " ", float(x), most, matrix.palette) if coloured else align(text, size)
+            for text, size, x in zip(texts[:shown], sizes, row, strict=False)
         )
         yield "  " + label + " " * (margin - columns_of(label)) + line + more
     if len(values) > MOST_ROWS:
         yield f"  … {len(values) - MOST_ROWS} more rows"
+
+
+def count_fitting(sizes: Sequence[int], width: int) -> int:
+    """How many columns fit, at least one; if not all do, there is room for "  …" after them."""
+    if sum(sizes) <= width:
+        return len(sizes)
+    ends = np.cumsum(sizes)
+    return max(1, int(np.searchsorted(ends, width - 3, side="right")))
+
+
+def shorten(text: str, width: int) -> str:
+    """The beginning of a text that is wider than `width` columns of a terminal, and …"""
+    if columns_of(text) <= width:
+        return text
+    ends = np.cumsum([columns_of(c) for c in text])
+    return text[: int(np.searchsorted(ends, width - 1, side="right"))] + "…"
 
 
 def align(text: str, width: int) -> str:

@@ -9,7 +9,6 @@ is light grey, not white, so that the cell of a zero is visible. Colours grow a 
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -137,13 +136,14 @@ def write_value(x: float, factor: int = 0) -> str:
         return "nan" if x != x else "∞" if x > 0 else "−∞"
     if x == 0 or isinstance(x, (int, bool)):
         return str(int(x)).replace("-", "−")
-    x = x / 10.0**factor
-    size = abs(x)
+    scaled = x / 10.0**factor
+    size = abs(scaled)
     if 0.001 <= size < 99999.5:
         decimals = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.0995 else 3 if size >= 0.00995 else 4
-        text = f"{x:.{decimals}f}"
+        text = f"{scaled:.{decimals}f}"
     else:
-        text = re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.1e}")
+        digits, exponent = f"{x:.1e}".split("e")
+        text = f"{digits}e{int(exponent) - factor}"  # the quotient may be 0: 1e-300 beside 1e300
     return text.replace("-", "−")
 
 
