@@ -1484,6 +1484,25 @@ def test_the_matrices_of_a_head_keep_their_order():
         assert f"{{ rank=same {' -> '.join(ids[name] for name in row)} [style=invis] }}" in text
 
 
+def test_rotated_queries_and_biases_stand_in_the_row_of_the_order_of_their_weights():
+    mha = nn.MultiHeadAttention(8, n_head=2, position="rotary", bias=True, rng=0)
+    graph = tg.graph(mha(tg.Tensor(np.ones((3, 8)), name="X"), causal=True))
+    ids = {node.title: node.id for node in graph.picture.nodes}
+    for row in (("Q", "K", "V"), ("W_Q", "b_Q", "W_K", "b_K", "W_V", "b_V")):
+        assert f"{{ rank=same {' -> '.join(ids[name] for name in row)} [style=invis] }}" in graph.dot
+
+
+def test_queries_keys_and_values_of_plain_functions_have_boxes_though_they_are_split_and_transposed():
+    rng = np.random.default_rng(0)
+    x, *weights = (tg.Tensor(rng.standard_normal(shape), requires_grad=True) for shape in ((3, 6), *3 * [(6, 6)]))
+    q, k, v = (nn.split_heads(x @ w, 2) for w in weights)
+    graph = tg.graph(nn.join_heads(ops.softmax(q @ k.mT / 3**0.5) @ v).named("Y"))
+    formulas = {node.title: " ".join(node.lines) for node in graph.picture.nodes}
+    assert [title for title in formulas if title.startswith("matmul")] == ["matmul_1", "matmul_2", "matmul_3"]
+    assert formulas["softmax"] == "scaled: softmax(matmul_1 @ matmul_2ᵀ / √3)"
+    assert formulas["Y"] == "output: softmax @ matmul_3"
+
+
 def test_only_used_palettes_are_in_the_legend():
     assert "gradient  −max" not in tg.graph(two_heads()).dot
     assert "gradient  −max" in tg.graph(swept(two_heads())).dot

@@ -521,6 +521,23 @@ def test_no_residual_arrow_of_a_gpt_crosses_the_title_of_a_frame(options):
         assert count_crossed_titles(tg.graph(model.loss(IDS[:, :-1], IDS[:, 1:]), depth=depth)) == (2, 0)
 
 
+@pytest.mark.parametrize("position", ["rotary", "relative", "none"])
+def test_every_engine_draws_queries_keys_and_values_from_left_to_right(position, engine):
+    mha = nn.MultiHeadAttention(8, n_head=2, position=position, rng=0)
+    graph = tg.graph(mha(tg.Tensor(np.ones((3, 8)), name="X"), causal=True), engine=engine)
+    groups = {g.findtext(f"{SVG}title"): g for g in ElementTree.fromstring(graph.svg()).iter(f"{SVG}g")}
+    for row in (("Q", "K", "V"), ("W_Q", "W_K", "W_V")):
+        left = [float(next(groups[boxes(graph)[name].id].iter(f"{SVG}text")).get("x")) for name in row]
+        assert left == sorted(left)
+
+
+def test_the_titles_of_frames_are_above_the_arrows_that_cross_them(engine):
+    svg = tg.graph(gpt(position="relative")(IDS), engine=engine).svg()
+    titles = [group for group in ElementTree.fromstring(svg)[0] if "paint-order" in group.get("style", "")]
+    assert [text.text for text in titles[0]][:2] == ["GPT", "2,194 parameters"]
+    assert svg.index("paint-order") > svg.rindex('class="edge"')
+
+
 def test_no_residual_arrow_of_a_translator_crosses_the_title_of_a_frame():
     model = nn.Transformer(11, 13, d_model=12, n_head=3, n_layer=2, d_ff=17, max_len=16, seed=0)
     assert count_crossed_titles(tg.graph(model.loss(np.arange(5)[None], np.arange(6)[None]))) == (5, 0)

@@ -6,6 +6,7 @@ Rules that were found with four engines and a browser:
 - The font is "Arial" and not a list of fonts. From a list, engines that only estimate widths take Times. Without
   Helvetica, Graphviz 2.43 takes a much wider font for it; Arial has a substitute of equal widths everywhere.
 - No empty <FONT>: it is a syntax error, and the box shows its id only.
+- remincross=false: when Graphviz 2.43 minimizes crossings a second time, it forgets the order of rows inside of frames.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def write_header(picture: Picture, direction: str) -> list[str]:
     label = write_legend(picture)
     return [
         f'graph [bgcolor=white fontname="{FONT}" fontsize=12 {label}labelloc=b newrank=true nodesep=0.25 pad=0.15 '
-        f"rankdir={direction} ranksep=0.5 splines=spline]",
+        f"rankdir={direction} ranksep=0.5 remincross=false splines=spline]",
         f'node [fontname="{FONT}" shape=plain]',
         f'edge [arrowsize=0.6 color="{EDGE_COLOURS["data"]}" fontname="{FONT}" fontsize=10 penwidth=1.2]',
     ]
@@ -310,38 +311,40 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
 def write_rows(picture: Picture, direction: str) -> list[str]:
     """Rows of boxes in a fixed order: Q, K, V of each head, and in the same order the parameters above them.
 
-    A row holds the boxes that are made from one input and one parameter each. Without rank=same, versions of Graphviz
-    differ. From left to right, Graphviz stacks a row from the bottom up.
+    A row holds the boxes that are made from one input each and parameters, in the order of the parameters. Without
+    rank=same, versions of Graphviz differ. From left to right, Graphviz stacks a row from the bottom up.
     """
     nodes = {node.id: node for node in picture.nodes}
+    position = {id: i for i, id in enumerate(nodes)}
     sources: dict[str, list[str]] = defaultdict(list)
     for edge in picture.edges:
         sources[edge.target].append(edge.source)
+    uses = Counter(edge.source for edge in picture.edges)
     frames = {cluster.id: i for i, cluster in enumerate(picture.clusters)}
-    rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for node in sorted(picture.nodes, key=lambda node: frames.get(node.cluster or "", -1)):
-        made_of = sources[node.id]
-        parameters = [id for id in made_of if nodes[id].kind == "parameter"]
-        if len(made_of) == 2 and len(parameters) == 1 and nodes[parameters[0]].cluster == node.cluster:
-            x = next(id for id in made_of if id != parameters[0])
-            rows[x].append((node.id, parameters[0]))
+    rows: dict[str, list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
     chains, lines = [], []
-    for x, pairs in rows.items():
-        if len(pairs) < 2:
+    for node in picture.nodes:
+        parameters = tuple(id for id in sources[node.id] if nodes[id].kind == "parameter")
+        others = [id for id in sources[node.id] if id not in parameters]
+        frames_of_parameters = {nodes[id].cluster for id in parameters}
+        if len(others) == 1 and frames_of_parameters == {node.cluster}:
+            rows[others[0]].append((node.id, parameters))
+        own = tuple(id for id in parameters if uses[id] == 1)
+        if len(own) > 1 and len({nodes[id].cluster for id in own}) == 1:
+            chains.append(own)  # weight, then bias
+    for x, made_of in rows.items():
+        if len(made_of) < 2:
             continue
-        made, parameters_of_row = zip(*pairs, strict=True)
-        chains += [made, parameters_of_row]
+        made_of.sort(key=lambda pair: (frames.get(nodes[pair[0]].cluster or "", -1), position[pair[1][0]]))
+        made, parameters_of_each = zip(*made_of, strict=True)
+        parameters = tuple(dict.fromkeys(id for ids in parameters_of_each for id in ids))
+        chains += [made, parameters]
         # Parameters that are slices: those that they are slices of stand above, in the same order. The arrows between
         # them, which cross, would reverse the heads, so they do not take part in the layout.
-        wholes = tuple(dict.fromkeys(source for id in parameters_of_row for source in sources[id]))
+        wholes = tuple(dict.fromkeys(source for id in parameters for source in sources[id]))
         if wholes:
             chains.append(wholes)
             lines.append(f"{wholes[0]} -> {x} [style=invis]")
-    uses = Counter(edge.source for edge in picture.edges)
-    for node in picture.nodes:
-        own = [id for id in sources[node.id] if nodes[id].kind == "parameter" and uses[id] == 1]
-        if len(own) > 1 and len({nodes[id].cluster for id in own}) == 1:
-            chains.append(tuple(own))  # weight, then bias
     gradient = dict(picture.pairs)
     chains += [tuple(gradient[id] for id in ids) for ids in chains if all(id in gradient for id in ids)]
     order = 1 if direction == "TB" else -1

@@ -175,14 +175,26 @@ def find_sliced_parameters(run: Run, modules: Modules) -> set[Value]:
 def inline_operands(layout: Layout) -> None:
     """Write reshaping and element-wise chains into the formulas of their users."""
     size = {value: int(value.op is not None and not value.has_kind(*RESHAPING)) for value in layout.run.values}
+    products = {value for value in layout.run.values if value.has_kind("product")}  # and what holds one
     for user in layout.run.values:
         most = MOST_IN_A_GRADIENT if user.backward else MOST_IN_A_FORMULA
         for value in user.sources:
-            fits = size[value] + size[user] <= most
+            fits = size[value] + size[user] <= most and not (value in products and is_multiplied(layout, user))
             if fits and value not in layout.inlined and may_inline(layout, value, user):
                 layout.inlined.add(value)
             if value in layout.inlined:
                 size[user] += size[value]
+                products |= {user} if value in products else set()
+
+
+def is_multiplied(layout: Layout, value: Value) -> bool:
+    """Whether a value, perhaps rearranged, is an operand of a product or of attention, as the keys are in x @ Wᵀ.
+
+    A product is not written into that of another one: queries, keys and values have boxes of their own.
+    """
+    while value.has_kind(*RESHAPING) and not value.name and len(layout.run.users[value]) == 1:
+        (value,) = layout.run.users[value]
+    return value.has_kind("product", "attention") and not value.backward
 
 
 def may_inline(layout: Layout, value: Value, user: Value) -> bool:

@@ -243,7 +243,7 @@ def make_standalone(svg: str, title: str) -> str:
     tooltips as links; they become titles, which more viewers show.
     """
     prefix = f"g{sha256(svg.encode()).hexdigest()[:8]}_"
-    svg = svg[svg.index("<svg") :]
+    svg = raise_frame_titles(svg[svg.index("<svg") :])
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<a [^>]*?xlink:title="([^"]*)"[^>]*>', r"<g><title>\1</title>", svg).replace("</a>", "</g>")
     svg = svg.replace('font-family="Arial"', f'font-family="{FONTS}"')
@@ -252,6 +252,20 @@ def make_standalone(svg: str, title: str) -> str:
     )
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + prefix_ids(svg, prefix)
+
+
+def raise_frame_titles(svg: str) -> str:
+    """Move the titles of frames above the arrows, with a rim that keeps them legible where an arrow crosses them."""
+    start = svg.find('<g id="clust1"')
+    end = svg.find("<!--", start)  # the first box
+    if start < 0 or end < 0:
+        return svg
+    title = re.compile(r"<text\b.*?</text>\n", re.DOTALL)
+    titles = "".join(title.findall(svg, start, end))
+    look = "paint-order:stroke;stroke:#f6f8fa;stroke-width:3px;pointer-events:none"
+    above, _, below = svg.rpartition("</g>\n</svg>")
+    rest = above[:start] + title.sub("", above[start:end]) + above[end:]
+    return f'{rest}<g style="{look}">\n{titles}</g>\n</g>\n</svg>{below}'
 
 
 def prefix_ids(svg: str, prefix: str) -> str:
