@@ -265,11 +265,12 @@ def cluster_attributes(cluster: Cluster) -> str:
 
 
 def write_arrows(picture: Picture, direction: str) -> list[str]:
-    """The arrows. An arrow is straight if its target is made from inputs and parameters alone."""
+    """The arrows. An arrow is straight if its target is made from at most two inputs and parameters alone."""
     nodes = {node.id: node for node in picture.nodes}
     ways_out = Counter(edge.source for edge in picture.edges)
+    ways_in = Counter(edge.target for edge in picture.edges)
     bent = {edge.target for edge in picture.edges if nodes[edge.source].kind not in ("input", "parameter")}
-    bent |= {node.id for node in picture.nodes if node.kind in ("plus", "operation")}
+    bent |= {node.id for node in picture.nodes if node.kind in ("plus", "operation") or ways_in[node.id] > 2}
     bent |= {node.id for node in picture.nodes if node.kind == "parameter" and ways_out[node.id] > 1}
     start, end = (":s", ":n") if direction == "TB" else (":e", ":w")
     lines = []
@@ -311,7 +312,7 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
 def write_rows(picture: Picture, direction: str) -> list[str]:
     """Rows of boxes in a fixed order: Q, K, V of each head, and in the same order the parameters above them.
 
-    A row holds the boxes that are made from one input each and parameters, in the order of the parameters. Without
+    A row holds the boxes that are made from one value and parameters, in the order of the parameters. Without
     rank=same, versions of Graphviz differ. From left to right, Graphviz stacks a row from the bottom up.
     """
     nodes = {node.id: node for node in picture.nodes}
@@ -325,7 +326,8 @@ def write_rows(picture: Picture, direction: str) -> list[str]:
     chains, lines = [], []
     for node in picture.nodes:
         parameters = tuple(id for id in sources[node.id] if nodes[id].kind == "parameter")
-        others = [id for id in sources[node.id] if id not in parameters]
+        own_input = {id for id in sources[node.id] if nodes[id].kind == "input" and uses[id] == 1}  # the cached keys
+        others = [id for id in sources[node.id] if id not in parameters and id not in own_input]
         frames_of_parameters = {nodes[id].cluster for id in parameters}
         if len(others) == 1 and frames_of_parameters == {node.cluster}:
             rows[others[0]].append((node.id, parameters))
