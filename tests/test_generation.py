@@ -902,6 +902,15 @@ def test_the_twin_sees_what_is_assigned_to_the_parameters_afterwards():
     np.testing.assert_array_equal(twin([[3, 1, 4]]), model([[3, 1, 4]]).numpy())
 
 
+def test_a_stream_copies_its_model_once_however_often_tensors_are_written_to(monkeypatch):
+    model, copies = make_model(), []
+    copy = model.copy_on_arrays
+    monkeypatch.setattr(type(model), "copy_on_arrays", lambda self: copies.append(1) or copy())
+    for _ in stream(model, [3, 1, 4], 6, temperature=0):
+        model.wte.weight.assign_(model.wte.weight.numpy())
+    assert len(copies) == 1
+
+
 def test_a_stream_without_cache_continues_in_the_dtype_to_which_the_model_is_converted():
     model, prompt = make_model(), [3, 1, 4]
     tokens = stream(model, prompt, 6, temperature=0, use_cache=False)

@@ -67,6 +67,7 @@ class WriteTime:
 
     __slots__ = ("stamp",)
     latest: ClassVar[int] = 0  # of all writes to any memory, so that most graphs need no search
+    replaced: ClassVar[int] = 0  # the last time that a leaf took another array, which copies of its model do not have
 
     def __init__(self) -> None:
         self.stamp = 0

@@ -17,7 +17,8 @@ from tinygrad_mha.ops.elementary import Axis
 from tinygrad_mha.primitives import REGISTRY, Primitive, as_dtype, as_operand, from_data
 from tinygrad_mha.torch_names import METHODS, find_hint
 
-__all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "wrap"]
+__all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "replace_array"]
+__all__ += ["wrap"]
 
 
 P = ParamSpec("P")
@@ -671,6 +672,14 @@ def wrap(value: np.ndarray) -> Tensor:
 def mark_written(tensor: Tensor) -> None:
     """Record that the memory of `tensor` was written to, so that a backward that used the old values raises."""
     tensor._write_time().touch()
+
+
+def replace_array(tensor: Tensor, array: np.ndarray) -> None:
+    """Give a leaf an array of another dtype. It stays the same object, for ties and optimizers, without a gradient."""
+    tensor._data = array
+    tensor.grad = None
+    mark_written(tensor)
+    WriteTime.replaced = WriteTime.latest
 
 
 def _share_write_time(out: Tensor, inputs: tuple[Any, ...]) -> None:

@@ -325,9 +325,9 @@ class Request:
         return plain(model(ids[:, new:], last_only=True, **options))[:, -1]
 
     def _fast_model(self) -> LanguageModel:
-        """The model on arrays, if it can be copied so; again after each write, which may have replaced its arrays."""
-        if self._copy is None or self._copied_at != WriteTime.latest:
-            self._copied_at = WriteTime.latest
+        """The model on arrays, if it can be copied so; again after any array has been replaced, such as its own."""
+        if self._copy is None or self._copied_at != WriteTime.replaced:
+            self._copied_at = WriteTime.replaced
             self._copy = self.model.copy_on_arrays() if hasattr(self.model, "copy_on_arrays") else self.model
         return self._copy
 

@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad_mha import modes
 from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.primitives import as_dtype
-from tinygrad_mha.tensors import Tensor, mark_written
+from tinygrad_mha.tensors import Tensor, replace_array
 from tinygrad_mha.torch_names import MODULE_METHODS, find_hint
 
 __all__ = ["Module", "Scope", "copy_on_arrays", "has_array_forward", "walk"]
@@ -276,10 +276,7 @@ class Module:
             raise TypeError(f"expected a floating dtype, got {dtype}")
         for tensor in self._tensors().values():
             if tensor.dtype.kind == "f" and tensor.dtype != dtype:
-                # The only place where a leaf changes its dtype. It stays the same object, for ties and optimizers.
-                tensor._data = tensor._data.astype(dtype)
-                tensor.grad = None
-                mark_written(tensor)
+                replace_array(tensor, tensor._data.astype(dtype))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
