@@ -1487,6 +1487,117 @@ def padding_lowered_by_1e3(q, k, v, key_allow=None):
     return softmax(scores if key_allow is None else scores - (~key_allow[0] * 1e3).astype(q.dtype)) @ v
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Written later than the checks, to see what a stranger's faults are called
+
+
+@fault("positions: .*sign in head 1", *X)
+class AlibiPrefersTheFarInOneHead(AlibiModule):
+    def slopes(self):
+        return super().slopes() * np.array([1, -1, 1])
+
+
+@fault("softmax: a mask of 0 and -1e9 is added to the weights")
+def mask_added_after_softmax(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    weights = softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]))
+    return (weights + np.where(np.tri(n, m, m - n, dtype=bool), 0, -1e9).astype(q.dtype)) @ v
+
+
+@fault("softmax: a mask of 0 and 1 is added to the scores")
+def mask_of_0_and_1_added(q, k, v):
+    n, m = q.shape[-2], k.shape[-2]
+    return softmax(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) + np.tri(n, m, m - n, dtype=q.dtype)) @ v
+
+
+@fault("mask: hidden scores are set to 0")
+def scores_times_the_mask_given(q, k, v, mask=None):
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return softmax(scores if mask is None else scores * mask) @ v
+
+
+@fault("scale: the weights are divided by sqrt.* after the softmax", *X)
+class DividesAfterTheSoftmax(PlainModule):
+    def weigh(self, q, k, key_allow):
+        root = q.shape[-1] ** 0.5
+        return super().weigh(q * root, k, key_allow) / root
+
+
+@fault("scale: .*all columns", *X)
+class ScaledByTheRootOfTheModelWidth(PlainModule):
+    def weigh(self, q, k, key_allow):
+        return super().weigh(q / 3**0.5, k, key_allow)
+
+
+@fault("cache: position off by one", *X)
+class PutsNewTokensOneTooFar(Rotated):
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        if cache is not None and cache.length:
+            positions = np.arange(cache.length, cache.length + x.shape[-2]) + 1
+        return super().forward(x, cache, positions, key_allow)
+
+
+@fault("cache: position off by one.*queries alone", *X)
+class PutsNewQueriesOneTooNear(Rotated):
+    def project(self, x, positions):
+        q, k, v = PlainModule.project(self, x, positions)
+        return self.turn(q, positions - (np.min(positions) > 0)), self.turn(k, positions), v
+
+
+@fault("cache: .*value of the newest", *X)
+class CachesTheLastValueLate(PlainModule):
+    def remember(self, cache, k, v):
+        n = k.shape[-2]
+        k, v = super().remember(cache, k, v)
+        return k, v if v.shape[-2] == n else ops.concat(v[..., :-1, :], v[..., -2:-1, :], axis=-2)
+
+
+@fault("heads: shared values are tiled", (4, 5, 6), (2, 5, 6), (2, 5, 7))
+def shared_values_tiled(q, k, v):
+    n = q.shape[-3] // k.shape[-3]
+    weights = softmax(q @ np.repeat(k, n, axis=-3).swapaxes(-1, -2) / math.sqrt(q.shape[-1]))
+    return weights @ np.concatenate([v] * n, axis=-3)
+
+
+@fault("heads: .*keys of another group", (4, 5, 6), (2, 5, 6), (2, 5, 7))
+def shared_values_tiled_behind_other_weights(q, k, v):
+    n = q.shape[-3] // k.shape[-3]
+    weights = np.maximum(q @ np.repeat(k, n, axis=-3).swapaxes(-1, -2), 0)
+    return weights @ np.concatenate([v] * n, axis=-3)
+
+
+@fault("gradients: v_proj.weight: .*does not reach", *X)
+class DetachesValues(PlainModule):
+    def project(self, x, positions):
+        q, k, v = super().project(x, positions)
+        return q, k, v.detach()
+
+
+@fault("gradients: v_proj.* is not used", *X)
+class UsesKeysAsValues(PlainModule):
+    def project(self, x, positions):
+        q, k, _ = super().project(x, positions)
+        return q, k, k
+
+
+@fault("padding: the mask is applied after the softmax", *X)
+class HidesPaddingAfterTheSoftmax(PlainModule):
+    def weigh(self, q, k, key_allow):
+        weights = super().weigh(q, k, None)
+        return weights if key_allow is None else weights * key_allow[:, None, None, :].astype(weights.dtype)
+
+
+@fault("determinism: .*dropout", *X)
+class DropsItsOutputInEval(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.mask_rng = np.random.default_rng(0)
+
+    def forward(self, x, cache=None, positions=None, key_allow=None):
+        y = super().forward(x, cache, positions, key_allow)
+        return y * (self.mask_rng.random(y.shape) < 0.9).astype(y.dtype)
+
+
 @variant(*X, causal=False)
 class Prefix(PlainModule):
     """The first three tokens see each other."""

@@ -237,7 +237,7 @@ FAULTS = {
     BiasFromTheStart: ("chunks", "position not offset"),
     MasksFromTheLeft: ("chunks", "mask from the wrong corner (top-left)"),
     ForgetsTheCache: ("chunks", "cache not used"),
-    HidesItsOwnKey: ("chunks", "a token missing: new tokens do not see their own key"),
+    HidesItsOwnKey: ("chunks", "a token missing, the newest: new tokens do not see their own key"),
     AppendsAfterwards: ("chunks", "a token missing: the keys of a call"),
     DropsTheFirst: ("chunks", "trimmed by one: the first"),
     DropsTheLast: ("chunks", "trimmed by one: the last"),

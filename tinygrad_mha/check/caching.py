@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygrad_mha.arguments import check_count
-from tinygrad_mha.check.cache_faults import NOT_OFFSET, TOLERANCE, Case, compare_rows, find_cause, run_attention
+from tinygrad_mha.check.cache_faults import NOT_OFFSET, TOLERANCE, Case, find_cause, run_attention
+from tinygrad_mha.check.differences import compare_rows
 from tinygrad_mha.check.ledger import Ledger, LedgerStep, count_work
 from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data
 from tinygrad_mha.decoding.generation import as_prompts

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.check.cache_faults import compare_rows
 from tinygrad_mha.check.caching import kv_cache
 from tinygrad_mha.check.candidates import Candidate, CandidateError, Inputs
-from tinygrad_mha.check.differences import STEP, Comparison
+from tinygrad_mha.check.differences import CLOSE, STEP, Comparison, compare_rows, is_equal
+from tinygrad_mha.check.formulas import past
 from tinygrad_mha.check.gradient_check import check_variable, gradcheck, set_zero_status
-from tinygrad_mha.check.matching import CLOSE, Match, Reference, is_equal, past, restoring
+from tinygrad_mha.check.matching import Match, Reference, restoring
 from tinygrad_mha.check.report import Entry
-from tinygrad_mha.nn import KVCache
 from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["CLAIMS", "BrokenError", "Check", "Facts", "NotApplicableError"]
@@ -31,6 +30,7 @@ __all__ += ["check_causality", "check_determinism", "measure_influence"]
 WEAK = 0.5  # an influence of later tokens that is smaller than this, relative to that of earlier ones, is a leak
 ELEMENTS = 5  # of each input and parameter, compared one by one; a random direction moves all
 FINITE = "a finite constant (such as -1e4) is added to hidden scores instead of an exclusion: large scores win"
+WRONG_GRADIENT = "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
 HUGE = 1e7  # a factor of queries and keys: their products exceed any constant that is added to hide a score
 
 
@@ -208,10 +208,9 @@ def check_gradients(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     entries: Iterable[Entry] = (
         check_torch_gradients(c, inputs, facts.seed) if c.library == "torch" else check_our_gradients(c, inputs, facts)
     )
-    checked: list[Entry] = []
-    for entry in entries:
-        checked.append(entry)
-        cause = entry.note or "a derivative rule is wrong, or the graph is cut in part (detach, .numpy(), no_grad)"
+    checked = sorted(entries, key=lambda entry: entry.status != "cut")  # what is cut explains what is wrong
+    for entry in checked:
+        cause = f"{entry.name}: {entry.note}" if entry.note else WRONG_GRADIENT
         require(entry.status not in ("wrong", "cut"), f"the gradient of {entry.name} is wrong: {entry.worst}", cause)
     unused = [entry.name for entry in checked if entry.status == "ignored"]
     if unused:
@@ -307,28 +306,30 @@ def check_heads(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     apply_if(all(len(weight) % n == 0 for weight in rows), "its output projection has no rows for each head")
     kept = [*rows, *(array for name in blocks.values() for block in name for array in block)]
 
-    def run(h: int, changes: str) -> np.ndarray:
-        """What head h adds, with its own queries, keys and values changed, or all others."""
+    def run(h: int, names: str, own: bool = True) -> np.ndarray:
+        """What head h adds, with its own `names` of q, k, v changed, or those of all other heads."""
         rng = np.random.default_rng(facts.seed)
         with restoring(kept):
             for weight in rows:
                 weight[...] *= np.repeat(np.arange(n) == h, len(weight) // n)[:, None]
-            for heads in blocks.values():
-                own = h * len(heads) // n
-                for array in (
-                    array for g, head in enumerate(heads) if (g == own) == (changes == "own") for array in head
-                ):
-                    array += rng.standard_normal(array.shape) * (changes != "nothing")
+            for heads in (blocks[name] for name in names):
+                for head in (head for g, head in enumerate(heads) if (g == h * len(heads) // n) == own):
+                    for array in head:
+                        array += rng.standard_normal(array.shape)
             y = c(*moved)
         return y if rows else y[..., h, :, :]
 
     cause = "the result of another head stands in its place: copied, split or joined in the wrong order of axes"
     cause = cause if n == n_kv else f"{cause}, or matched with the keys of another group (repeat each, do not tile)"
     for h in range(n):
-        y = run(h, "nothing")
-        text = f"what head {h} adds to the result does not depend on its own queries, keys and values"
-        uses_others = not is_equal(run(h, "others"), y)
-        require(not is_equal(run(h, "own"), y), text, cause if uses_others else "this head adds nothing to the result")
+        y = run(h, "")
+        uses_others = not is_equal(run(h, "qkv", own=False), y)
+        for name in "qkv" if moved[-1].shape[-2] > 1 else "v":  # a single key has the weight 1, whatever its score
+            words = {"q": "queries", "k": "keys", "v": "values"}[name]
+            text = f"what head {h} adds to the result does not depend on its own {words}"
+            require(
+                not is_equal(run(h, name), y), text, cause if uses_others else "this head adds nothing to the result"
+            )
         apply_if(not uses_others, "each head depends on the others too, by a norm or sum over heads")
     return f"each of {n} heads depends on its own queries, keys and values alone"
 
@@ -392,31 +393,8 @@ def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     with c.guard(calls=10):
         verdict = kv_cache(c.module, x)
     for first in verdict.failed:
-        raise BrokenError(f"{first.name}: {first.message}", explain_cache(c, x, facts) or first.cause, **first.example)
+        raise BrokenError(f"{first.name}: {first.message}", first.cause, **first.example)
     return "with a cache in any chunks, cropped or forked, the same numbers as without"
-
-
-def explain_cache(c: Candidate, x: np.ndarray, facts: Facts) -> str:
-    """Faults that show only where the projections are known."""
-    n, cache, y = len(x), KVCache(), x
-    for t in range(n):
-        options = {"positions": np.arange(t, t + 1)} if "positions" in c.options else {}
-        y = c(x[t : t + 1], cache=cache[0], **options)
-    reference, formula, see = Reference(c), facts.match.formula, np.tri(n, dtype=bool)
-    if formula is None or facts.match.n is not None or is_equal(reference.compute(formula, (x,), see)[-1:], y):
-        return ""
-    for cause, mask, change in (
-        ("the newest token is missing from the keys: a query does not see its own", see & ~np.eye(n, dtype=bool), {}),
-        ("positions are not offset by the tokens in the cache: each call starts again at 0", see, {"pairing": ""}),
-        (
-            "queries are not offset by the tokens in the cache: they stand at 0, the keys do not",
-            see,
-            {"place_q": np.zeros_like},
-        ),
-    ):
-        if is_equal(reference.compute(replace(formula, **change), (x,), mask)[-1:], y):
-            return cause
-    return ""
 
 
 def check_mask(c: Candidate, inputs: Inputs, facts: Facts) -> str:
@@ -441,7 +419,9 @@ def check_mask(c: Candidate, inputs: Inputs, facts: Facts) -> str:
             require(not is_inverted, "a key has an influence exactly where allow is False", cause)
             return f"hidden keys have no influence; of {name}, {meaning}"
     apply_if(not problem, f"{name} of shape {(n, m)} cannot be used: {problem}")
-    raise BrokenError(f"a key that {name} hides has an influence", "the mask is ignored or incomplete")
+    match = Reference(c).identify(inputs, expected, functools.partial(c, allow=allow))
+    cause = match.cause or "the mask is ignored or incomplete"
+    raise BrokenError(f"a key that {name} hides has an influence", cause)
 
 
 ENCODINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -488,13 +468,18 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     name, n = c.options["key_allow"], inputs[-1].shape[-2]
     rng = np.random.default_rng(facts.seed)
 
-    def run(fill: float, hides: bool, size: float = 1.0) -> np.ndarray:
+    def pad(fill: float, size: float = 1.0) -> list[np.ndarray]:
         noise = [fill * rng.standard_normal((*x.shape[:-2], 1, x.shape[-1])) for x in inputs]
         rows = [np.concatenate([extra, x], axis=-2) for extra, x in zip(noise, inputs, strict=True)]
-        rows, first = [x * size if i < 2 else x for i, x in enumerate(rows)], inputs[0] * size
-        rows = rows if c.takes_rows else [first, *rows[1:]]
+        rows = rows if c.takes_rows else [inputs[0], *rows[1:]]
+        return [x * size if i < 2 else x for i, x in enumerate(rows)]
+
+    def call(*rows: np.ndarray, hides: bool = False) -> np.ndarray:
         options = {"positions": np.maximum(np.arange(n + 1) - 1, 0)[None]} if "positions" in c.options else {}
-        return c.hide(rows, (np.arange(n + 1) > 0) ^ hides, **options)[..., -first.shape[-2] :, :]
+        return c.hide(rows, (np.arange(n + 1) > 0) ^ hides, **options)
+
+    def run(fill: float, hides: bool, size: float = 1.0) -> np.ndarray:
+        return call(*pad(fill, size), hides=hides)[..., -inputs[0].shape[-2] :, :]
 
     alone = c(*inputs)
     found = [hides for hides in (False, True) if is_equal(run(3.0, hides), alone)]
@@ -503,6 +488,11 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         cause = (
             f"the padding is hidden, but counts as a position and moves the other tokens, or {name} also hides queries"
         )
+    if not found:
+        rows = tuple(pad(3.0))
+        see = np.ones((rows[0].shape[-2], n + 1), dtype=bool)
+        see = (past(see) if facts.is_causal else see) & (np.arange(n + 1) > 0)
+        cause = Reference(c).identify(rows, see, call).cause or cause
     require(bool(found), f"a padding token in front, hidden by {name}, changes the result", cause)
     is_inverted = found[0] and "allow" in name
     require(not is_inverted, f"{name} hides where it is True", f"the polarity of {name} is inverted")

@@ -24,8 +24,9 @@ from tinygrad_mha.check.claims import (
     check_determinism,
     measure_influence,
 )
+from tinygrad_mha.check.differences import CLOSE, is_equal
 from tinygrad_mha.check.formulas import FAULTS
-from tinygrad_mha.check.matching import CLOSE, Reference, is_equal
+from tinygrad_mha.check.matching import Reference
 from tinygrad_mha.check.verdict import Finding, Verdict, name_subject
 from tinygrad_mha.files.python_files import TimeLimitError
 

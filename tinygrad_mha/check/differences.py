@@ -26,8 +26,9 @@ import numpy as np
 
 from tinygrad_mha.check.report import Difference, Entry
 
-__all__ = ["STEP", "ZERO", "Comparison", "largest", "measure_condition"]
+__all__ = ["CLOSE", "STEP", "ZERO", "Comparison", "compare_rows", "is_equal", "largest", "measure_condition"]
 
+CLOSE = 1e-9  # arrays are equal, relative to the largest element, in float64
 STEP = 6e-6  # about the cube root of the rounding unit: the best step for a central difference
 STEPS = tuple(10.0**-k for k in range(1, 10))  # the steps to try if the first one disagrees
 ROUNDING = 10 * float(np.finfo(np.float64).eps)  # the relative error u of an intermediate, with some margin
@@ -191,6 +192,26 @@ class Comparison:
 def largest(x: np.ndarray) -> float:
     """The largest finite absolute value in `x`."""
     return float(np.abs(x).max(initial=0.0, where=np.isfinite(x)))
+
+
+def is_equal(a: np.ndarray, b: np.ndarray, tolerance: float = CLOSE) -> bool:
+    """Whether two arrays are equal up to `tolerance`, relative to the largest finite element of b."""
+    if a.shape != b.shape:
+        return False
+    return bool(np.allclose(a, b, rtol=0, atol=tolerance * largest(b), equal_nan=True))
+
+
+def compare_rows(rows: Any, whole: Any, tokens: slice = slice(None)) -> np.ndarray:
+    """The largest difference of each row of (..., n, width) from the rows `tokens` of `whole`, (n,).
+
+    It is relative to the largest element of `whole`, and infinite where only one of two numbers is nan.
+    """
+    rows, whole = np.asarray(rows), np.asarray(whole)
+    right = whole[..., tokens, :]
+    with np.errstate(invalid="ignore"):  # inf - inf
+        differences = np.where((rows == right) | (np.isnan(rows) & np.isnan(right)), 0.0, np.abs(rows - right))
+    differences = np.where(np.isnan(differences), np.inf, differences) / (largest(whole) or 1.0)
+    return differences.max(axis=(*range(differences.ndim - 2), -1))
 
 
 def measure_condition(gradients: Iterable[tuple[Any, np.ndarray]]) -> float:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["FAULTS", "Formula", "list_scales", "split_heads"]
+__all__ = ["FAULTS", "Formula", "Sizes", "past", "split_heads"]
+
+
+def past(see: np.ndarray, more: int = 0) -> np.ndarray:
+    """The causal mask of the shape of `see`, with `more` later keys."""
+    n, m = see.shape
+    return np.tri(n, m, m - n + more, dtype=bool)
 
 
 def split_heads(x: np.ndarray, n: int) -> np.ndarray:
@@ -67,43 +73,49 @@ def rotate(x: np.ndarray, places: np.ndarray, pairing: str, base: float) -> np.n
     return parts([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
+class Sizes(NamedTuple):
+    """Of a head the widths of a key and a value; the columns of all heads; the number of keys."""
+
+    d_k: int
+    d_v: int
+    width: int
+    n_k: int
+
+
 @dataclass(frozen=True)
 class Formula:
     """softmax(Q K^T scale) V in heads. Each field is one step; a fault is another value in its place.
 
     Attributes:
         n_head: the number of heads in the columns of q, k and v.
-        scale: of the scores, one for all or for each head; d ** -0.5 if None.
-        factor: of the weights, one for all or for each head.
+        scale, factor: of the scores and of the weights: a number, one for each head, or a function of `Sizes`.
         order: which of q, k and v takes which place.
         transposed: which of the matrices of "q", "k", "v" and "o" are transposed.
         split, join: how columns become heads, and heads columns.
         swap: what happens to "q", "k" and "v" (..., H, T, d) after that.
-        repeat: how k and v of a group are repeated for its queries.
+        tiled: which of "k" and "v" are tiled for the queries of a group, not repeated.
         pairing, pairing_k: which columns rotary positions turn together: "" for none; of keys, if others.
         base, base_k: of the frequencies of rotary positions; of keys, if another.
-        place_q, place_k, place_v: the position for which each is rotated, of its own position.
+        places: the position for which "q", "k" or "v" is rotated, as a function of its own, if another.
         weigh: the weights of scores and a mask.
         add: what is added to the result of the heads, of q and v.
         residual: how many times the input is added to the result.
     """
 
     n_head: int = 1
-    scale: Any = None
+    scale: Any = lambda sizes: sizes.d_k**-0.5
     factor: Any = 1.0
     order: str = "qkv"
     transposed: str = ""
     split: Callable[[np.ndarray, int], np.ndarray] = split_heads
     join: Callable[[np.ndarray], np.ndarray] = join_heads
     swap: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
-    repeat: Callable[..., np.ndarray] = lambda x, n: np.repeat(x, n, axis=-3)
+    tiled: str = ""
     pairing: str = ""
     pairing_k: str = ""
     base: float = 10000.0
     base_k: float | None = None
-    place_q: Callable[[np.ndarray], np.ndarray] = lambda p: p
-    place_k: Callable[[np.ndarray], np.ndarray] = lambda p: p
-    place_v: Callable[[np.ndarray], np.ndarray] = lambda p: 0 * p
+    places: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     weigh: Callable[..., np.ndarray] = softmax
     add: Callable[[np.ndarray, np.ndarray], Any] = lambda q, v: 0.0
     residual: Any = 0.0
@@ -114,25 +126,42 @@ class Formula:
             width = q.shape[-1] // self.n_head
             q, k = (self.split(x, x.shape[-1] // width) for x in (q, k))
             v = self.split(v, k.shape[-3])
+        heads = {"q": q, "k": k, "v": v}
         n = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
-        heads = [q, k, v] if n == 1 else [q, self.repeat(k, n), self.repeat(v, n)]
-        return [self.swap[name](x) if name in self.swap else x for name, x in zip("qkv", heads, strict=True)]
+        for name in "kv" if n > 1 else "":
+            x = heads[name]
+            heads[name] = np.concatenate([x] * n, axis=-3) if name in self.tiled else np.repeat(x, n, axis=-3)
+        return [self.swap[name](x) if name in self.swap else x for name, x in heads.items()]
+
+    def rotate_all(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+        """q, k and v with rotary positions; those of values are 0."""
+        own = np.arange(k.shape[-2])
+        own_places = {"q": own[-q.shape[-2] :], "k": own, "v": own}
+        places = {
+            name: self.places.get(name, np.copy if name != "v" else np.zeros_like)(own_places[name]) for name in "qkv"
+        }
+        return [
+            rotate(q, places["q"], self.pairing, self.base),
+            rotate(k, places["k"], self.pairing_k or self.pairing, self.base_k or self.base),
+            rotate(v, places["v"], self.pairing, self.base),
+        ]
 
     def __call__(self, q: Any, k: Any, v: Any, see: np.ndarray, bias: Any = 0.0) -> np.ndarray:
         """(..., T_q, H d) for q, k, v (..., T, H d). `see` (T_q, T_k): which keys a query attends to."""
-        q, k, v = self.split_all(*({"q": q, "k": k, "v": v}[name] for name in self.order))
+        q, k, v = ({"q": q, "k": k, "v": v}[name] for name in self.order)
+        width = q.shape[-1]
+        q, k, v = self.split_all(q, k, v)
         if self.pairing:
-            places = np.arange(k.shape[-2])
-            q = rotate(q, self.place_q(places[-q.shape[-2] :]), self.pairing, self.base)
-            k = rotate(k, self.place_k(places), self.pairing_k or self.pairing, self.base_k or self.base)
-            v = rotate(v, self.place_v(places), self.pairing, self.base)
-        scores = q @ k.mT * (q.shape[-1] ** -0.5 if self.scale is None else of_heads(self.scale)) + bias
-        y = of_heads(self.factor) * (self.weigh(scores, see) @ v) + self.add(q, v)
+            q, k, v = self.rotate_all(q, k, v)
+        sizes = Sizes(q.shape[-1], v.shape[-1], width, k.shape[-2])
+        scores = q @ k.mT * of_heads(self.scale, sizes) + bias
+        y = of_heads(self.factor, sizes) * (self.weigh(scores, see) @ v) + self.add(q, v)
         return self.join(y) if self.n_head > 1 else y
 
 
-def of_heads(numbers: Any) -> Any:
-    """Numbers (H,), to be multiplied with (..., H, T, d)."""
+def of_heads(numbers: Any, sizes: Sizes) -> Any:
+    """A number, or numbers (H,) to be multiplied with (..., H, T, d)."""
+    numbers = numbers(sizes) if callable(numbers) else numbers
     return numbers[:, None, None] if np.size(numbers) > 1 else numbers
 
 
@@ -144,8 +173,8 @@ def softmax_over_heads(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
     return softmax(scores, axis=-3) * see
 
 
-def tile(x: np.ndarray, n: int) -> np.ndarray:
-    return np.concatenate([x] * n, axis=-3)
+def add_to_weights(constant: float) -> Callable[..., np.ndarray]:
+    return lambda scores, see: softmax(scores) - constant * ~see
 
 
 def hide_itself(see: np.ndarray, keep_first: bool = False) -> np.ndarray:
@@ -154,7 +183,8 @@ def hide_itself(see: np.ndarray, keep_first: bool = False) -> np.ndarray:
     return np.where(rest.any(axis=-1, keepdims=True), rest, see) if keep_first else rest
 
 
-# Steps that are faults, by the claim that they break: the cause in words, and the fields that differ.
+# Steps that are faults, by the claim that they break: the cause in words, and the fields that differ. What stands first
+# is told, where two give the same numbers.
 FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "causality": [
         (f"the mask hides a token from itself (off by one){more}", {"weigh": weigh})
@@ -163,13 +193,44 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "; the first token keeps its own key": lambda s, see: softmax(s, hide_itself(see, True)),
         }.items()
     ],
+    "scale": [
+        ("the scores are not divided by sqrt(d_k): the scale is missing", {"scale": 1.0}),
+        *(
+            (f"the scores are {words}", {"scale": scale})
+            for words, scale in {
+                "divided by d_k instead of sqrt(d_k)": lambda z: 1 / z.d_k,
+                "divided by sqrt(d_v), the width of the values, instead of sqrt(d_k)": lambda z: z.d_v**-0.5,
+                "divided by the square root of all columns instead of those of a head, sqrt(d_k)": lambda z: (
+                    z.width**-0.5
+                ),
+                "divided by the number of all columns, d_model, instead of sqrt(d_k)": lambda z: 1 / z.width,
+                "multiplied by sqrt(d_k) instead of divided": lambda z: z.d_k**0.5,
+                "multiplied by d_k instead of divided by sqrt(d_k)": lambda z: float(z.d_k),
+                "divided by the square root of the number of keys": lambda z: z.n_k**-0.5,
+            }.items()
+        ),
+        (
+            "the weights are divided by sqrt(d_k) after the softmax, not the scores before it",
+            {"scale": 1.0, "factor": lambda z: z.d_k**-0.5},
+        ),
+    ],
     "residual": [
         ("the queries are added to the result (a residual from the wrong place)", {"add": lambda q, v: q}),
         ("the values are added to the result (a residual from the wrong place)", {"add": lambda q, v: v}),
     ],
     "softmax": [
+        ("the scores have the wrong sign: softmax(-Q K^T / sqrt(d_k))", {"scale": lambda z: -(z.d_k**-0.5)}),
+        ("the scores have the wrong sign, and are not divided by sqrt(d_k)", {"scale": -1.0}),
         ("the softmax is over the queries (axis -2), not over the keys: wrong axis", {"weigh": softmax_over_queries}),
-        ("the mask is applied after the softmax: weights do not sum to 1", {"weigh": lambda s, see: softmax(s) * see}),
+        *(
+            ("the mask is applied after the softmax: weights do not sum to 1", {"weigh": weigh})
+            for weigh in (lambda s, see: softmax(s) * see, lambda s, see: softmax(s, past(see)) * see)
+        ),
+        ("a mask of 0 and 1 is added to the scores: add 0 and -inf", {"weigh": lambda s, see: softmax(s + see)}),
+        *(
+            (f"a mask of 0 and -1e{n} is added to the weights, after the softmax", {"weigh": add_to_weights(10.0**n)})
+            for n in (4, 9)
+        ),
         ("the softmax is over the heads (axis -3), not over the keys: wrong axis", {"weigh": softmax_over_heads}),
         ("the weights are squared", {"weigh": lambda s, see: softmax(s, see) ** 2}),
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see), see)}),
@@ -218,36 +279,20 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 lambda x: np.roll(x, -1, axis=-3),
             )
         ),
-        ("shared keys are tiled, so a group uses different keys: repeat each instead", {"repeat": tile}),
+        ("shared keys are tiled, so a group uses different keys: repeat each instead", {"tiled": "kv"}),
+        ("shared keys are tiled, and shared values are repeated: repeat both", {"tiled": "k"}),
+        ("shared values are tiled, and shared keys are repeated: repeat both", {"tiled": "v"}),
     ],
     "positions": [
-        ("the values are rotated too: rotary positions turn queries and keys only", {"place_v": lambda p: p}),
-        ("the keys are rotated backwards, against the queries", {"place_k": lambda p: -p}),
-        ("only the keys are rotated", {"place_q": lambda p: 0 * p}),
-        ("only the queries are rotated", {"place_k": lambda p: 0 * p}),
-        ("the keys are rotated one position further than the queries: off by one", {"place_k": lambda p: p + 1}),
-        ("the keys are rotated one position less than the queries: off by one", {"place_k": lambda p: p - 1}),
-        ("the queries are rotated twice as far as the keys", {"place_q": lambda p: 2 * p}),
-        ("the keys are rotated twice as far as the queries", {"place_k": lambda p: 2 * p}),
+        ("the values are rotated too: rotary positions turn queries and keys only", {"places": {"v": lambda p: p}}),
+        ("the keys are rotated backwards, against the queries", {"places": {"k": lambda p: -p}}),
+        ("only the keys are rotated", {"places": {"q": lambda p: 0 * p}}),
+        ("only the queries are rotated", {"places": {"k": lambda p: 0 * p}}),
+        ("the keys are rotated one position further than the queries: off by one", {"places": {"k": lambda p: p + 1}}),
+        ("the keys are rotated one position less than the queries: off by one", {"places": {"k": lambda p: p - 1}}),
+        ("the queries are rotated twice as far as the keys", {"places": {"q": lambda p: 2 * p}}),
+        ("the keys are rotated twice as far as the queries", {"places": {"k": lambda p: 2 * p}}),
         ("queries are rotated in other pairs of columns than keys", {"pairing_k": "halves"}),
         ("queries are rotated in other pairs of columns than keys", {"pairing_k": "pairs"}),
     ],
 }
-
-
-def list_scales(d_k: int, d_v: int, width: int, n_k: int) -> dict[str, float]:
-    """Wrong scales of the scores, by the fault that makes them."""
-    root = d_k**-0.5
-    scales = {
-        "the scores are not divided by sqrt(d_k): the scale is missing": 1.0,
-        "the scores are divided by d_k instead of sqrt(d_k)": 1.0 / d_k,
-        "the scores are divided by sqrt(d_v), the width of the values, instead of sqrt(d_k)": d_v**-0.5,
-        "the scores are divided by the square root of all columns instead of those of a head, sqrt(d_k)": width**-0.5,
-        "the scores are divided by the number of all columns, d_model, instead of sqrt(d_k)": 1.0 / width,
-        "the scores are multiplied by sqrt(d_k) instead of divided": d_k**0.5,
-        "the scores are multiplied by d_k instead of divided by sqrt(d_k)": float(d_k),
-        "the scores are divided by the square root of the number of keys": n_k**-0.5,
-        "the scores have the wrong sign: softmax(-Q K^T / sqrt(d_k))": -root,
-        "the scores have the wrong sign, and are not divided by sqrt(d_k)": -1.0,
-    }
-    return {cause: scale for cause, scale in scales.items() if not np.isclose(scale, root)}

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from tinygrad_mha.check.candidates import Candidate, Inputs, walk_modules
-from tinygrad_mha.check.differences import largest
-from tinygrad_mha.check.formulas import FAULTS, Formula, list_scales, split_heads
+from tinygrad_mha.check.differences import CLOSE, is_equal, largest
+from tinygrad_mha.check.formulas import FAULTS, Formula, past, split_heads
 from tinygrad_mha.nn.positions import alibi_slopes
 
-__all__ = ["CLOSE", "Match", "Reference", "is_equal", "past", "restoring"]
+__all__ = ["Match", "Reference", "restoring"]
 
-CLOSE = 1e-9  # relative to the largest element, in float64
 STEPS = 12  # of Newton's method, which doubles the digits with each
 BASE, BASES = 10000.0, [100.0, 3000.0, 500000.0]  # of rotary positions: the usual one; those to start from
+NUMBERS = {"scale": [1.0, 0.3, 0.05, 5.0, -0.3, -1.0], "factor": [1.0], "residual": [1.0]}  # to start from
 
 # What people call the four projections.
 ROLES = {
@@ -144,80 +144,84 @@ class Reference:
         y = self._apply("o", y, formula.transposed) if self.parts else y
         return y + formula.residual * inputs[0] if np.any(formula.residual) else y
 
-    def identify(self, inputs: Inputs, see: np.ndarray) -> Match:
-        """The formula that gives the result for these inputs, without a bias of the scores or with the measured one."""
+    def identify(self, inputs: Inputs, see: np.ndarray, run: Callable[..., np.ndarray] | None = None) -> Match:
+        """The formula that gives the result for these inputs, without a bias of the scores or with the measured one.
+
+        `run` calls the candidate with a mask or padding, of which `see` says what they hide; then no bias is measured.
+        """
         if not self.is_known:
             return Match()
-        q, k, v = self.project(inputs)
-        n_head = 1 if q.shape[-1] % self.n_head else self.n_head
-        self.d_k, d_v = q.shape[-1] // n_head, v.shape[-1] // (self.n_kv_head if n_head > 1 else 1)
-        self.scales = list_scales(self.d_k, d_v, q.shape[-1], k.shape[-2])
-        match = next(self._search(n_head, inputs, see, 0.0), Match())
-        if match.formula is None:
+        match = next(self._search(inputs, see, 0.0, run or self.candidate), Match())
+        if match.formula is None and run is None:
             with contextlib.suppress(Exception), np.errstate(all="ignore"):  # shapes of another kind of attention
-                n = min(k.shape[-2], d_v)
+                q, _, v = self.project(inputs)
+                n = min(inputs[-1].shape[-2], v.shape[-1] // self._count_heads(q, self.n_kv_head))
                 fewer, see = tuple(x[..., :n, :] for x in inputs), see[:n, :n]
                 bias = self.measure_bias(fewer, see)
-                match = replace(next(self._search(n_head, fewer, see, bias), Match()), n=n)
-                cause = judge_distances(bias, see, self.d_k)
+                match = replace(next(self._search(fewer, see, bias, self.candidate), Match()), n=n)
+                cause = judge_distances(bias, see, q.shape[-1] // self._count_heads(q, self.n_head))
                 if cause and not match.claim:
                     match = replace(match, claim="positions", cause=cause)
         return match
 
-    def _search(self, n_head: int, inputs: Inputs, see: np.ndarray, bias: Any) -> Iterator[Match]:
-        """Formulas that give the result: correct ones, those with other numbers in them, those with a fault."""
-        y, stated = self.candidate(*inputs), self.candidate.find_number("rope_theta", "rope_base", "theta", "base")
-        pairings = ("", "halves", "pairs") if self.d_k % 2 == 0 else ("",)
+    def _count_heads(self, q: np.ndarray, n: int) -> int:
+        """n, or 1 if the columns of the queries are those of one head."""
+        return 1 if q.shape[-1] % self.n_head else n
+
+    def _search(self, inputs: Inputs, see: np.ndarray, bias: Any, run: Callable[..., np.ndarray]) -> Iterator[Match]:
+        """Formulas that give the result: correct ones, those with a known fault, those with other numbers in them."""
+        y, stated = run(*inputs), self.candidate.find_number("rope_theta", "rope_base", "theta", "base")
+        q = self.project(inputs)[0]
+        n_head = self._count_heads(q, self.n_head)
+        pairings = ("", "halves", "pairs") if q.shape[-1] // n_head % 2 == 0 else ("",)
         kinds = [Formula(n_head, pairing=pairing, base=stated or BASE) for pairing in pairings]
         full = np.ones_like(see) if (see & ~past(see)).any() else past(see)  # a weight can be too small to be seen
-        masks = {mask.tobytes(): mask for mask in (see, past(see), full)}
-        cases = list(product(kinds, masks.values()))
+        cases = list(product(kinds, {mask.tobytes(): mask for mask in (see, past(see), full)}.values()))
 
-        def error(mask: np.ndarray, kind: Formula, **change: Any) -> np.ndarray:
+        def error(formula: Formula, mask: np.ndarray) -> np.ndarray:
             with np.errstate(all="ignore"):
-                return (self.compute(replace(kind, **change), inputs, mask, bias) - y) / (largest(y) or 1.0)
+                return (self.compute(formula, inputs, mask, bias) - y) / (largest(y) or 1.0)
 
-        def list_choices() -> Iterator[tuple[str, str, Formula, np.ndarray, dict[str, Any]]]:
-            """A claim, the cause of its failure, a correct formula, a mask and what differs in the formula."""
-            yield from (("", "", *case, {}) for case in cases)
+        def list_choices() -> Iterator[tuple[str, str, Formula, Formula, np.ndarray]]:
+            """A claim, the cause of its failure, the formula with and without the fault, and a mask."""
+            yield from (("", "", kind, kind, mask) for kind, mask in cases)
+            for claim, faults in FAULTS.items():
+                for (cause, change), (kind, mask) in product(
+                    faults if claim != "scale" or not self.may_scale else (), cases
+                ):
+                    yield claim, cause, replace(kind, **change), kind, mask
             for kind, mask in cases:
-                starts = {"scale": [*self.scales.values()], "factor": [1.0], "residual": [1.0]}
-                starts |= dict.fromkeys(("base", "base_k"), BASES) if kind.pairing else {}
+                starts = dict(NUMBERS) | (dict.fromkeys(("base", "base_k"), BASES) if kind.pairing else {})
                 for name, values in starts.items():
                     size = n_head if name in ("scale", "factor") else 1
-                    found = fit(lambda z: error(mask, kind, **{name: z}), [np.full(size, z) for z in values])  # noqa: B023
+                    found = fit(lambda z: error(replace(kind, **{name: z}), mask), [np.full(size, z) for z in values])  # noqa: B023
                     if found is not None and holds_elsewhere(replace(kind, **{name: found}), mask):
-                        yield *self._judge(name, found, stated), kind, mask, {name: found}
-            for claim, faults in FAULTS.items():
-                yield from ((claim, cause, *case, change) for cause, change in faults for case in cases)
+                        yield *self._judge(name, found, stated), replace(kind, **{name: found}), kind, mask
 
         def holds_elsewhere(formula: Formula, mask: np.ndarray) -> bool:
             """Whether numbers in a formula are the same for other inputs."""
             other = tuple(0.5 * x for x in inputs)
-            return is_equal(self.compute(formula, other, mask, bias), self.candidate(*other))
+            return is_equal(self.compute(formula, other, mask, bias), run(*other))
 
-        for claim, cause, kind, mask, change in list_choices():
+        for claim, cause, formula, kind, mask in list_choices():
             with contextlib.suppress(Exception):  # shapes that a formula cannot have
-                if np.abs(error(mask, kind, **change)).max() < CLOSE:
-                    formula = replace(kind, **change)
+                if np.abs(error(formula, mask)).max() < CLOSE:
                     yield Match(formula, claim, cause, kind if claim else formula)
 
     def _judge(self, name: str, found: np.ndarray, stated: float | None) -> tuple[str, str]:
         """The claim that other numbers in the formula break, or "" if they may be chosen; and the fault in words."""
         numbers = ", ".join(f"{z:.4g}" for z in found)
         if name == "scale":
-            cause = f"the scores are multiplied by {numbers} instead of 1/sqrt(d_k) = {self.d_k**-0.5:.4g}"
-            cause = f"{cause}: not by the same in all heads" if len(found) > 1 else cause
-            cause = next((text for text, known in self.scales.items() if np.allclose(known, found)), cause)
-            return ("softmax" if (found < 0).any() else "" if self.may_scale else "scale"), cause
+            more = ": not by the same in all heads" if len(found) > 1 else ""
+            claim = "softmax" if (found < 0).any() else "" if self.may_scale else "scale"
+            return claim, f"the scores are multiplied by {numbers} instead of 1/sqrt(d_k){more}"
         if name == "factor":
             sums = ", ".join(f"{z:.9g}" for z in found)  # also those that are close to 1
             return ("" if self.may_scale else "softmax"), f"the weights of a query sum to {sums}, not to 1"
         if name == "residual":
-            text = "" if found[0] == 1 else f"{numbers} times "
-            return (
-                "" if self.may_scale else "residual"
-            ), f"the input is added {text}to the result: a residual connection inside"
+            times = "" if found[0] == 1 else f"{numbers} times "
+            cause = f"the input is added {times}to the result: a residual connection inside"
+            return ("" if self.may_scale else "residual"), cause
         if name == "base_k":
             return "positions", f"keys are rotated with the base {numbers}, and queries with {stated or BASE:g}"
         if np.allclose(found, (stated or BASE) ** 0.5):
@@ -270,8 +274,10 @@ def judge_distances(bias: np.ndarray, see: np.ndarray, d_k: int) -> str:
     steps = np.diff(bias[..., -1, :][..., see[-1]]).reshape(-1, see[-1].sum() - 1)
     if steps.shape[-1] < 2 or np.ptp(steps, axis=-1).max() > CLOSE or (np.abs(steps) < CLOSE).all():
         return ""
-    if steps.max() < -CLOSE:
-        return "the slope of the distances (ALiBi) has the wrong sign: far keys get more weight"
+    wrong = np.flatnonzero(steps[:, 0] < -CLOSE).tolist()
+    if wrong:
+        heads = "" if len(wrong) == len(steps) else f" in head {', '.join(map(str, wrong))}"
+        return f"the slope of the distances (ALiBi) has the wrong sign{heads}: far keys get more weight"
     slopes, expected = steps[:, 0], alibi_slopes(len(steps))
     if len(slopes) < 2 or is_equal(slopes, expected):
         return ""
@@ -329,16 +335,3 @@ def restoring(arrays: list[np.ndarray]) -> Iterator[None]:
     finally:
         for array, values in zip(arrays, before, strict=True):
             array[...] = values
-
-
-def past(see: np.ndarray, more: int = 0) -> np.ndarray:
-    """The causal mask of the shape of `see`, with `more` later keys."""
-    n, m = see.shape
-    return np.tri(n, m, m - n + more, dtype=bool)
-
-
-def is_equal(a: np.ndarray, b: np.ndarray, tolerance: float = CLOSE) -> bool:
-    """Whether two arrays are equal up to `tolerance`, relative to the largest finite element of b."""
-    if a.shape != b.shape:
-        return False
-    return bool(np.allclose(a, b, rtol=0, atol=tolerance * largest(b), equal_nan=True))
