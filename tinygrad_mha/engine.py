@@ -21,7 +21,7 @@ from numpy import ndarray
 from tinygrad_mha.kernels.reference import MANY, sum_leading
 from tinygrad_mha.primitives import Primitive
 
-__all__ = ["Node", "WriteTime", "backward", "sweep", "tick", "toposort"]
+__all__ = ["Node", "WriteTime", "backprop_node", "backward", "sweep", "tick", "toposort"]
 
 # tick() returns 1, 2, 3, ...: the time. Every node calls it, and this is the fastest counter.
 tick = itertools.count(1).__next__

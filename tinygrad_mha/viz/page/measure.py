@@ -220,7 +220,7 @@ def measure_reach(attention: Any, x: np.ndarray, options: Json, names: set[str])
     titles = {key: name for key, name in name_tensors(y, exact).items() if name in names}
     rng = np.random.default_rng(0)
     reach: dict[str, dict[str, np.ndarray]] = {}
-    pulls: dict[tuple[int, int], list[Callable[..., Any]]] = {}
+    pulls: dict[tuple[int, int], Callable[[np.ndarray], np.ndarray]] = {}
     for made in engine.toposort([y]):
         if id(made) not in titles or made is batch or made.shape[:2] != (n, n):
             continue
@@ -232,8 +232,8 @@ def measure_reach(attention: Any, x: np.ndarray, options: Json, names: set[str])
             for i, parameter in enumerate(value.node.inputs if value.node else ()):
                 if id(parameter) in titles and not parameter.requires_grad:
                     key = id(value), i
-                    pulls[key] = pulls.get(key) or pull_sequences(value, i)
-                    part = np.array([pull(row)[0].numpy() for pull, row in zip(pulls[key], g, strict=True)])
+                    pulls[key] = pulls.get(key) or pull_sequence(value, i)
+                    part = np.array([pulls[key](rows) for rows in g])
                     gradients[titles[id(parameter)]] = gradients.get(titles[id(parameter)], 0.0) + part
         sizes = {}
         for name, g in gradients.items():
@@ -245,19 +245,22 @@ def measure_reach(attention: Any, x: np.ndarray, options: Json, names: set[str])
     return reach
 
 
-def pull_sequences(value: Tensor, i: int) -> list[Callable[..., Any]]:
-    """For each sequence of a batch, the vector-Jacobian product from its part of `value` to the parameter at input `i`.
+def pull_sequence(value: Tensor, i: int) -> Callable[[np.ndarray], np.ndarray]:
+    """The vector-Jacobian product from one sequence of a batch of equal ones to the parameter at input `i` of `value`.
 
-    A backward pass would add up what the sequences contribute, so the operation runs again on each of them alone.
+    A backward pass would add up what the sequences contribute, so the operation runs again on one of them alone.
     """
     node: Any = value.node
+    inputs = [x.numpy()[0] if getattr(x, "requires_grad", False) else plain(x) for x in node.inputs]
+    parameter = inputs[i] = Tensor(inputs[i], requires_grad=True)
+    y = node.op(*inputs, **node.kwargs)
 
-    def apply(parameter: Tensor, sequence: int) -> Tensor:
-        inputs = [x.numpy()[sequence] if getattr(x, "requires_grad", False) else plain(x) for x in node.inputs]
-        inputs[i] = parameter
-        return node.op(*inputs, **node.kwargs)
+    def pull(g: np.ndarray) -> np.ndarray:
+        gradients: dict[int, np.ndarray] = {}
+        engine.backprop_node(y, g, gradients, differentiable=False)
+        return gradients[id(parameter)]
 
-    return [transforms.vjp(lambda p, s=s: apply(p, s), node.inputs[i])[1] for s in range(len(value))]
+    return pull
 
 
 # --------------------------------------------------------------------------------------------------------------------

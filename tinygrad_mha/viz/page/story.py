@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.data import name_token
-from tinygrad_mha.decoding.sampling import Sampler, compute_probabilities
+from tinygrad_mha.decoding.sampling import Sampler, compute_probabilities, draw
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.page.equations import Json
@@ -229,7 +229,7 @@ def measure_sampling(logits: np.ndarray, names: Names) -> Json:
             for top_p in TOP_P:
                 p = compute_probabilities(logits, temperature, k, top_p)
                 samplers = [Sampler(temperature, k, top_p, seed, 1) for seed in range(DRAWS)]
-                draws = [sampler.choose(logits[None], np.arange(1))[0] for sampler in samplers]
+                draws = [draw(p, sampler.generators[0]) for sampler in samplers]
                 setting = {
                     "p": as_numbers(p[order]),
                     "kept": int((p > 0).sum()),
