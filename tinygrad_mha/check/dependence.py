@@ -121,8 +121,9 @@ class Dependencies:
     def _repr_html_(self) -> str:
         rows = ""
         for i, row in enumerate(self._cells()):
-            colors = ("#eee" if sign != "■" else "#c00" if j > i else "#048" for j, sign in enumerate(row))
-            cells = (f'<td style="background:{color}">{sign}</td>' for color, sign in zip(colors, row, strict=True))
+            colors = ("#eee;color:#111" if sign != "■" else "#c00" if j > i else "#048" for j, sign in enumerate(row))
+            look = "color:#fff;background:"  # also in a dark notebook
+            cells = (f'<td style="{look}{color}">{sign}</td>' for color, sign in zip(colors, row, strict=True))
             rows += f"<tr><th>{i}</th>{''.join(cells)}</tr>"
         head = "".join(f"<th>{j}</th>" for j in range(self.matrix.shape[1]))
         notes = html.escape("; ".join(self.disagreements))

@@ -34,6 +34,7 @@ class Look(NamedTuple):
 
 
 FONT = "Arial"
+GAP = "\u00a0"  # browsers leave out a space at the end of a text
 LONGEST_TITLE = 36
 LONGEST_LINE, LONGEST_TOOLTIP = 60, 400
 GREY, WARNING, GRADIENT_INK = "#57606a", "#b3141f", "#7a3e7a"
@@ -296,7 +297,7 @@ def edge_attributes(edge: Edge, only_way_out: bool) -> list[str]:
     weight = WEIGHTS.get(edge.kind, 1) + 2 * (edge.kind == "data" and only_way_out)
     attributes = [f'color="{colour}"', f"weight={weight}"]
     if edge.label:
-        label = font(f" {edge.label} ", 10, ink if edge.change == "same" else colour)
+        label = font(f"{GAP}{edge.label}{GAP}", 10, ink if edge.change == "same" else colour)
         # A label in the middle needs room and bends the curve, so "residual" stands at the end.
         at_the_end = "labeldistance=3 labelangle=-40 head" if edge.label == "residual" else ""
         attributes.append(f"{at_the_end}label=<{label}>")
@@ -367,7 +368,7 @@ def write_legend(picture: Picture) -> str:
     cells = []
     for palette, (low, high) in ends.items():
         if palette in used:
-            left, right = font(f"   {low} ", 10, GREY), font(f" {high}   ", 10, GREY)
+            left, right = font(f"{3 * GAP}{low}{GAP}", 10, GREY), font(f"{GAP}{high}{3 * GAP}", 10, GREY)
             cells.append(f"<TD>{left}</TD>{heat.legend_bar(palette)}<TD>{right}</TD>")
     rows = [f'<TR><TD HEIGHT="12"></TD></TR><TR>{"".join(cells)}</TR>'] if cells else []
     span = f'COLSPAN="{(heat.LEGEND_STEPS + 2) * len(cells) or 1}"'
