@@ -22,6 +22,8 @@ __all__ = ["compose_picture"]
 MOST_NUMBERED_BY_DEFAULT = 5  # rows and columns
 MOST_NUMBERED_ROWS = 32
 MOST_SHAPES = 3  # of the results of a closed module
+NOT_COMPUTED = "gradient: not computed", "grad not computed"  # of an array, of a scalar
+NOT_REQUIRED = "gradient: not required", "grad not required"
 MAX_SEARCHED = 5000  # values between the two operands of an addition
 
 
@@ -36,10 +38,21 @@ def compose_picture(layout: Layout, titles: dict[Value, str]) -> Picture:
         picture.nodes.append(node)
         if isinstance(box, Value) and box.backward:
             picture.pairs += [(layout.boxes[v], id) for v in box.gradient_of[:1] if v in layout.boxes]
+    say_once(picture)
     picture.edges = draw_edges(layout)
     if layout.options.separate:
         insert_operations(layout, picture)
     return picture
+
+
+def say_once(picture: Picture) -> None:
+    """If no gradient is computed yet, say so under the picture and not in every box."""
+    words = {node.gradient for node in picture.nodes if isinstance(node.gradient, str)}
+    is_none = not any(isinstance(node.gradient, Table) for node in picture.nodes)
+    if is_none and words & set(NOT_COMPUTED) and words <= {*NOT_COMPUTED, *NOT_REQUIRED}:
+        picture.caption.append("gradients: not computed")
+        for node in picture.nodes:
+            node.gradient = None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -163,8 +176,7 @@ def show_gradient(layout: Layout, value: Value) -> Table | str | None:
         return f"gradient ±{write_number(largest_magnitude(value.gradient), 2)}"
     if not layout.run.records_gradients or (wanted is None and value not in layout.tables):
         return None
-    word = "grad" if is_scalar else "gradient:"
-    return f"{word} not computed" if value.requires_grad else f"{word} not required"
+    return (NOT_COMPUTED if value.requires_grad else NOT_REQUIRED)[is_scalar]
 
 
 # --------------------------------------------------------------------------------------------------------------------
