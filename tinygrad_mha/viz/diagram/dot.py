@@ -266,18 +266,17 @@ def cluster_attributes(cluster: Cluster) -> str:
 
 
 def write_arrows(picture: Picture, direction: str) -> list[str]:
-    """The arrows. An arrow is straight if its target is made from at most two inputs and parameters alone."""
+    """The arrows. Those of an input fan out from its middle if their target is made from it and one parameter."""
     nodes = {node.id: node for node in picture.nodes}
     ways_out = Counter(edge.source for edge in picture.edges)
     ways_in = Counter(edge.target for edge in picture.edges)
-    bent = {edge.target for edge in picture.edges if nodes[edge.source].kind not in ("input", "parameter")}
-    bent |= {node.id for node in picture.nodes if node.kind in ("plus", "operation") or ways_in[node.id] > 2}
-    bent |= {node.id for node in picture.nodes if node.kind == "parameter" and ways_out[node.id] > 1}
+    others = {edge.target for edge in picture.edges if nodes[edge.source].kind not in ("input", "parameter")}
+    others |= {node.id for node in picture.nodes if node.kind in ("plus", "operation") or ways_in[node.id] > 2}
     start, end = (":s", ":n") if direction == "TB" else (":e", ":w")
     lines = []
     for edge in picture.edges:
-        straight = not bent & {edge.source, edge.target}
-        ends = (edge.source + start, edge.target + end) if straight else (edge.source, edge.target)
+        fans_out = edge.kind != "parameter" and not others & {edge.source, edge.target}
+        ends = (edge.source + start, edge.target + end) if fans_out else (edge.source, edge.target)
         if edge.kind == "residual" and direction == "TB":
             ends = edge.source + ":s", edge.target + ":ne"  # on the right: the titles of frames are on the left
         attributes = edge_attributes(edge, ways_out[edge.source] == 1)
