@@ -1505,6 +1505,14 @@ def test_queries_keys_and_values_of_plain_functions_have_boxes_though_they_are_s
     assert formulas["Y"] == "output: softmax @ matmul_3"
 
 
+def test_what_a_fused_attention_takes_is_called_q_k_and_v():
+    model = nn.Transformer(11, 13, d_model=6, n_head=2, n_layer=1, d_ff=7, max_len=5, seed=0)
+    picture = tg.graph(model([[3, 4]], [[1, 5, 7]]), depth=3).picture
+    assert [node.title for node in picture.nodes].count("Q") == 3
+    lines = [" ".join(node.lines) for node in picture.nodes if node.title == "attention"]
+    assert lines[1] == "attention in 2 heads, causal mask: softmax(Q @ Kᵀ / √3) @ V"
+
+
 def test_only_used_palettes_are_in_the_legend():
     assert "gradient  −max" not in tg.graph(two_heads()).dot
     assert "gradient  −max" in tg.graph(swept(two_heads())).dot

@@ -188,13 +188,18 @@ def inline_operands(layout: Layout) -> None:
 
 
 def is_multiplied(layout: Layout, value: Value) -> bool:
-    """Whether a value, perhaps rearranged, is an operand of a product or of attention, as the keys are in x @ Wᵀ.
+    """Whether a value is a product or an attention, or is an operand of one after it was rearranged, as W in x @ Wᵀ.
 
     A product is not written into that of another one: queries, keys and values have boxes of their own.
     """
-    while value.has_kind(*RESHAPING) and not value.name and len(layout.run.users[value]) == 1:
-        (value,) = layout.run.users[value]
-    return value.has_kind("product", "attention") and not value.backward
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if value.has_kind("product", "attention"):
+            return not value.backward
+        if value.has_kind(*RESHAPING) and not value.name:
+            stack += layout.run.users[value]
+    return False
 
 
 def may_inline(layout: Layout, value: Value, user: Value) -> bool:

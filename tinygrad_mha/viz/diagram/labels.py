@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from tinygrad_mha.viz.diagram.fold import Layout, is_foldable
 from tinygrad_mha.viz.diagram.frames import Frame
-from tinygrad_mha.viz.diagram.record import Value
+from tinygrad_mha.viz.diagram.record import RESHAPING, Value
 from tinygrad_mha.viz.diagram.roles import ELEMENTWISE, is_attention_weights, weight_role
 
 __all__ = ["choose_titles", "frame_title", "is_plus", "value_heading"]
@@ -78,6 +78,8 @@ def describe_unnamed(layout: Layout, value: Value) -> str:
             return "input"
         roles = (weight_role(value, user) for user in layout.run.users[value][:1])
         return qualify(layout, value, next(filter(None, roles), "parameter"))
+    if argument := attention_argument(layout, value):
+        return argument
     core = value
     while is_foldable(core) and core.sources[0] in layout.inlined:
         core = core.sources[0]
@@ -86,6 +88,19 @@ def describe_unnamed(layout: Layout, value: Value) -> str:
     named_after = value if is_foldable(core) else core  # a scaled matmul is called matmul
     assert named_after.op is not None
     return named_after.op.name
+
+
+def attention_argument(layout: Layout, value: Value) -> str:
+    """Q, K or V for what one attention takes as such, perhaps rearranged; "" for other values."""
+    while len(layout.run.users[value]) == 1:
+        (user,) = layout.run.users[value]
+        if user.op is not None and user.has_kind("attention"):
+            (i, *_) = (i for i, x in enumerate(user.inputs) if x is value)
+            return user.op.argument_name(i).upper() if user.op.role(i) == "data" else ""
+        if user.name or not user.has_kind(*RESHAPING):
+            return ""
+        value = user
+    return ""
 
 
 def is_plus(layout: Layout, value: Value) -> bool:
