@@ -1163,6 +1163,11 @@ def test_a_default_picture_has_about_40_boxes():
     assert len(tg.graph(two_heads()).picture.nodes) == 22  # small ones are drawn completely
 
 
+def test_splits_into_heads_are_no_steps_of_a_chain():
+    shown = titles(tg.graph(gpt(score="sinks")(IDS)))
+    assert not any(title.startswith("step") for title in shown)
+
+
 def test_steps_of_a_chain_outside_of_modules_fold():
     rng = np.random.default_rng(0)
     h = tg.Tensor(rng.normal(size=(3, 5)), name="x")

@@ -134,7 +134,7 @@ def describe_frame(layout: Layout, frame: Frame) -> str:
     steps = [v.op.label for v in made if v.op and v.has_kind("product", "activation")]
     if 1 < len(steps) < 4 and not any(v.has_kind("attention", "distribution") for v in made):
         return " → ".join(steps)
-    return frame.class_name or f"{len(made)} operations"
+    return frame.class_name or f"{len(made)} operation{'s' * (len(made) != 1)}"
 
 
 def parameters_line(layout: Layout, frame: Frame) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad_mha.nn.module import Scope
 from tinygrad_mha.viz.diagram.frames import Frame, Pattern, entry_key, matches
 from tinygrad_mha.viz.diagram.modules import Modules
-from tinygrad_mha.viz.diagram.record import Run, Value, content_key
+from tinygrad_mha.viz.diagram.record import RESHAPING, Run, Value, content_key
 
 __all__ = ["find_drawn", "fold_repetitions", "frame_chains"]
 
@@ -170,10 +170,11 @@ def frame_chains(run: Run) -> None:
         i, step = 0, 1
         while i < len(kinds):
             period, times = find_period(kinds[i:])
-            for k in range(times):
-                for value in values[i + k * period : i + (k + 1) * period]:
-                    value.scope = (*value.scope, Scope(f"step {step + k}"))
-            step += times
+            if not all(value.has_kind(*RESHAPING) for value in values[i : i + period]):  # as of Q, K and V
+                for k in range(times):
+                    for value in values[i + k * period : i + (k + 1) * period]:
+                        value.scope = (*value.scope, Scope(f"step {step + k}"))
+                step += times
             i += max(1, period * times)
 
 
