@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast, overload
 
-__all__ = ["STATE", "State", "enable_grad", "enter", "is_grad_enabled", "leave", "no_grad", "record", "scope"]
+__all__ = ["SCOPE", "STATE", "State", "enable_grad", "enter", "is_grad_enabled", "leave", "no_grad", "record", "scope"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class State(NamedTuple):
-    """Whether gradients are on, whether nodes are recorded even if nothing needs a gradient, and the current scope.
+    """Whether gradients are on, and whether nodes are recorded even if nothing needs a gradient.
 
     `observer` is None, or has `.applied(op, inputs, out)`, called after each operation on tensors, `.backward(root)`
     and `.returned(root)`, called before and after each backward pass. `evaluating` holds the ids of the modules that
@@ -24,7 +24,6 @@ class State(NamedTuple):
 
     grad: bool = True
     record: bool = False
-    scope: tuple[Any, ...] = ()
     observer: Any = None
     evaluating: frozenset[int] = frozenset()
     entered: tuple[tuple[int, State], ...] = ()  # the context managers that are open, and the state before each
@@ -36,6 +35,7 @@ class State(NamedTuple):
 
 
 STATE: ContextVar[State] = ContextVar("tinygrad_mha", default=State())  # noqa: B039 (a State is immutable)
+SCOPE: ContextVar[tuple[Any, ...]] = ContextVar("scope", default=())  # of the nodes that are made now
 
 
 def enter(owner: object, **change: Any) -> None:
@@ -45,7 +45,7 @@ def enter(owner: object, **change: Any) -> None:
 
 
 def leave(owner: object, *fields: str) -> None:
-    """Restore these fields, and no others: a scope or a mode that was opened inside may still be open."""
+    """Restore these fields, and no others: a mode that was opened inside may still be open."""
     state = STATE.get()
     i = max((i for i, (opened, _) in enumerate(state.entered) if opened == id(owner)), default=None)
     if i is not None:  # None: a generator that was opened in one task is closed in another
@@ -154,17 +154,14 @@ def is_grad_enabled() -> bool:
 class scope:  # noqa: N801 (used like a function)
     """Nodes made inside have `entry` as the last part of their scope: `with scope(entry):`."""
 
-    __slots__ = ("before", "entry", "inside")
+    __slots__ = ("before", "entry")
 
     def __init__(self, entry: Any) -> None:
         self.entry = entry
 
     def __enter__(self) -> None:
-        self.before = before = STATE.get()
-        grad, record, scope, observer, evaluating, entered = before
-        self.inside = State(grad, record, (*scope, self.entry), observer, evaluating, entered)
-        STATE.set(self.inside)
+        self.before = SCOPE.get()
+        SCOPE.set((*self.before, self.entry))
 
     def __exit__(self, *exception: object) -> None:
-        state = STATE.get()  # another one than `inside` if a mode was entered that is still on
-        STATE.set(self.before if state is self.inside else state._replace(scope=self.before.scope))
+        SCOPE.set(self.before)

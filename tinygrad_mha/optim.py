@@ -15,7 +15,6 @@ import numpy as np
 from tinygrad_mha import kernels
 from tinygrad_mha.arguments import check_number
 from tinygrad_mha.kernels.memory import keep_freed_memory
-from tinygrad_mha.kernels.reference import blockwise
 from tinygrad_mha.tensors import Tensor, mark_written
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "decay_groups", "global_norm", "warmup_cosine"]
@@ -282,12 +281,14 @@ def global_norm(arrays: Iterable[np.ndarray]) -> float:
     return top * math.sqrt(sum(_sum_of_squares(a / top) for a in arrays))
 
 
+BLOCK = 1 << 12  # elements
+
+
 def _sum_of_squares(a: np.ndarray) -> float:
     """The sum over blocks in the dtype of `a`, and their sum in float64: one long sum in float32 would lose digits."""
-    sums: list[float] = []
     flat = a.reshape(-1).astype(np.promote_types(a.dtype, np.float32), copy=False)
-    blockwise(lambda block: sums.append(float(np.dot(block, block))), flat, size=1 << 12)
-    return sum(sums)
+    blocks = (flat[start : start + BLOCK] for start in range(0, flat.size, BLOCK))
+    return sum(float(block.dot(block)) for block in blocks)
 
 
 # --------------------------------------------------------------------------------------------------------------------

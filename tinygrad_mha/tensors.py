@@ -12,7 +12,7 @@ import numpy as np
 from tinygrad_mha import engine, numpy_protocol, ops
 from tinygrad_mha.arguments import unknown_keyword
 from tinygrad_mha.engine import Node, WriteTime
-from tinygrad_mha.modes import STATE
+from tinygrad_mha.modes import SCOPE, STATE
 from tinygrad_mha.ops.elementary import Axis
 from tinygrad_mha.primitives import REGISTRY, Primitive, as_dtype, as_operand, from_data
 from tinygrad_mha.torch_names import METHODS, find_hint
@@ -576,7 +576,7 @@ NO_KEYWORDS: dict[str, Any] = {}
 
 def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any] = NO_KEYWORDS) -> Tensor:
     """Apply `op` to tensors and constants, `kwargs` without tensors. Record a node if an input needs a gradient."""
-    grad_on, recording, scope, observer, _, _ = STATE.get()
+    grad_on, recording, observer, _, _ = STATE.get()
     if not (grad_on or recording) and observer is None:
         value = op.compute([x._data if isinstance(x, Tensor) else as_operand(x, inputs) for x in inputs], kwargs)
         out = new_tensor(Tensor)  # as in `wrap`, without the call: every operation passes here
@@ -615,13 +615,13 @@ def apply(op: Primitive[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, An
         out._needs_grad = True
         if op.without_rule:
             _check_derivable(op, needed)
-        out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, scope)
+        out.node = Node(op, inputs, needed, tuple(arrays), kwargs, residuals, SCOPE.get())
     elif needed and value.dtype.kind == "c":
         raise TypeError(f"{op.name!r} has a complex result, and gradients are real here: take real and imaginary parts")
     elif needed and value.dtype.kind not in "iub":
         raise TypeError(f"primitive {op.name!r} must return an array of numbers, got dtype {value.dtype}")
     elif recording:
-        out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, scope)
+        out.node = Node(op, inputs, (), tuple(arrays), kwargs, residuals, SCOPE.get())
     if value.base is not None:
         _share_write_time(out, inputs)
     if observer is not None:

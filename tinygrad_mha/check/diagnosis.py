@@ -16,7 +16,7 @@ from tinygrad_mha import engine
 from tinygrad_mha.check.gradient_check import is_floating
 from tinygrad_mha.check.verdict import Finding, Verdict
 from tinygrad_mha.engine import Node
-from tinygrad_mha.modes import STATE, enter, leave
+from tinygrad_mha.modes import SCOPE, STATE, enter, leave
 from tinygrad_mha.nn.layers import Dropout
 from tinygrad_mha.nn.module import Module, Scope, walk
 from tinygrad_mha.primitives import Primitive
@@ -130,15 +130,15 @@ class doctor(Verdict):  # noqa: N801 (used like a function)
 
     def applied(self, op: Primitive[..., Any], inputs: tuple[Any, ...], out: Tensor) -> None:
         """Called after each operation."""
-        state = STATE.get()
-        path = ".".join(entry.name for entry in state.scope if getattr(entry, "name", ""))
-        event = Event(op, inputs, out, path, find_line(), state.grad)
+        grad_on, scope = STATE.get().grad, SCOPE.get()
+        path = ".".join(entry.name for entry in scope if getattr(entry, "name", ""))
+        event = Event(op, inputs, out, path, find_line(), grad_on)
         if out.node is not None:
             out.node = add_source(out.node, event.line)
         self._check_values(event)
         self._check_dtype(event)
-        modules = [entry.module() for entry in state.scope if isinstance(entry, Scope)]
-        if not state.grad and any(id(module) in self._modules for module in modules):
+        modules = [entry.module() for entry in scope if isinstance(entry, Scope)]
+        if not grad_on and any(id(module) in self._modules for module in modules):
             self._evaluates = True
             self._check_mode(True, f"call model.eval() before {event}")
         for x in inputs:

@@ -94,7 +94,7 @@ class Module:
 
     def scope(self) -> modes.scope:
         """A context manager: nodes made inside belong to this module, as they do in a call of it."""
-        if not self._name and (around := modes.STATE.get().scope):
+        if not self._name and (around := modes.SCOPE.get()):
             # The module was appended to a list after the list was assigned: look for its name in the calling module.
             parent = around[-1].module() if isinstance(around[-1], Scope) else None
             found = [name for name, module in parent.named_modules() if module is self] if parent else []

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygrad_mha import engine
-from tinygrad_mha.modes import STATE, State
+from tinygrad_mha.modes import SCOPE, STATE, State
 from tinygrad_mha.nn.module import Scope
 from tinygrad_mha.notation import is_range
 from tinygrad_mha.primitives import Primitive
@@ -132,11 +132,11 @@ def record_backward(y: Tensor) -> Run:
     def sweep() -> list[tuple[Tensor, Tensor]]:
         pairs = []
         STATE.set(State(grad=True, record=True))
+        SCOPE.set(())
         for value, gradient in engine.sweep(y, seed, differentiable=True):
             pairs.append((value, gradient))
             # The sweep applies the rules of `value` after this step, so this is the scope of the nodes that they make.
-            scope = (*value.node.scope, Rule(value.node.op)) if value.node else ()
-            STATE.set(State(grad=True, record=True, scope=scope))
+            SCOPE.set((*value.node.scope, Rule(value.node.op)) if value.node else ())
         return pairs
 
     with composites_opened([y]):
@@ -288,8 +288,8 @@ def run_composition(tensor: Tensor, gradients: dict[int, Any]) -> list[Tensor]:
 
     def run() -> Any:
         entry = Scope(node.op.name, is_attention=node.op.kind == "attention")
-        scope = node.scope if node.op.kind == "composite" else (*node.scope, entry)
-        STATE.set(State(grad=tensor.requires_grad, record=True, scope=scope))
+        SCOPE.set(node.scope if node.op.kind == "composite" else (*node.scope, entry))
+        STATE.set(State(grad=tensor.requires_grad, record=True))
         return composition(*operands, **node.kwargs)
 
     start = engine.tick()
