@@ -29,6 +29,7 @@ def make_tables() -> str:
     tables = {"x.": torch_names.METHODS, "torch.": torch_names.TOP_LEVEL, "torch.nn.": torch_names.MODULES}
     tables["module."] = torch_names.MODULE_METHODS
     tables["torch., F."] = {k: v for k, v in torch_names.OPERATIONS.items() if k not in torch_names.TOP_LEVEL}
+    tables[""] = {f"{name}=": hint for name, hint in torch_names.KEYWORDS.items()}
     for prefix, hints in tables.items():
         *others, last = prefix.split(", ")
         for name, hint in sorted(hints.items()):

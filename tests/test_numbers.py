@@ -388,6 +388,39 @@ def test_an_error_about_a_name_of_pytorch_gives_ours(call, words):
         call(leaf([[1.0, 2.0, 3.0]] if words == "swap" else [1.0, 2.0, 3.0]))
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: nn.Linear(in_features=3, out_features=4), "Linear has no argument 'in_features': .* n_in"),
+        (lambda x: nn.MultiHeadAttention(8, 2, batch_first=True), "MultiHeadAttention .* always .batch"),
+        (lambda x: nn.MultiHeadAttention(8, 2)(x, attn_mask=None), "MultiHeadAttention .* allow="),
+        (lambda x: nn.Dropout(0.1)(x, training=True), "Dropout .*eval"),
+        (lambda x: x.sum().backward(retain_graph=True), "backward .* kept"),
+        (lambda x: tg.grad(x.sum(), x, grad_outputs=1), "grad .* grad_output here"),
+        (lambda x: x.norm(p=2), "norm .* order 2"),
+        (lambda x: ops.norm(x, p=2), "norm .* order 2"),
+        (lambda x: ops.split(x, 3, dim=0), "split .* axis"),
+        (lambda x: ops.attention(x, x, x, attn_mask=None), "attention .* allow="),
+        (lambda x: tg.optim.SGD([x], lr=0.1).zero_grad(set_to_none=True), "zero_grad .* None"),
+    ],
+)
+def test_an_error_about_a_keyword_of_pytorch_names_the_function_and_gives_ours(call, words):
+    with pytest.raises(TypeError, match=words):
+        call(leaf([1.0, 2.0, 3.0]))
+
+
+def test_a_module_of_the_user_may_have_the_keywords_of_pytorch():
+    class Sized(nn.Module):
+        def __init__(self, dim, **options):
+            self.width, self.options = dim, options
+
+        def forward(self, x, training=True):
+            return x * self.width * training
+
+    assert Sized(dim=3, device="cpu").options == {"device": "cpu"}
+    assert Sized(dim=3)(2, training=False) == 0
+
+
 def test_a_rule_of_the_wrong_form_is_reported_with_the_form(own_primitives):
     @ops.primitive
     def twice(x):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "NUMPY_KEYWORDS",
     "as_array",
     "as_ids",
     "as_index",
@@ -22,7 +21,7 @@ __all__ = [
     "check_ids",
     "check_integer",
 ]
-__all__ += ["check_number", "check_probability", "check_width", "is_integer", "is_number", "unknown_keyword"]
+__all__ += ["check_number", "check_probability", "check_width", "is_integer", "is_number"]
 
 
 BOOLEAN = np.dtype(np.bool_)
@@ -162,13 +161,3 @@ def as_array(data: Any) -> np.ndarray:
         raise ValueError(
             "the rows have unequal lengths, and an array has rows of one length: pad the shorter ones"
         ) from error
-
-
-def unknown_keyword(function: str, unknown: Iterable[str]) -> TypeError:
-    """The error for keywords that `function` does not have; those of PyTorch are translated."""
-    name = next(iter(unknown))
-    hint = f": it is called {NUMPY_KEYWORDS[name]} here, as in NumPy" if name in NUMPY_KEYWORDS else ""
-    return TypeError(f"{function} has no argument {name!r}{hint}")
-
-
-NUMPY_KEYWORDS = {"dim": "axis", "dims": "axis", "keepdim": "keepdims", "correction": "ddof", "unbiased": "ddof"}

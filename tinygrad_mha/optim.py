@@ -16,6 +16,7 @@ from tinygrad_mha import kernels
 from tinygrad_mha.arguments import check_number
 from tinygrad_mha.kernels.memory import keep_freed_memory
 from tinygrad_mha.tensors import Tensor, mark_written
+from tinygrad_mha.torch_names import translate_keywords
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "decay_groups", "global_norm", "warmup_cosine"]
 
@@ -75,6 +76,7 @@ class Optimizer:
             self._update(p._data, p.grad, state, group)
             mark_written(p)
 
+    @translate_keywords
     def zero_grad(self) -> None:
         """Delete the gradients of all parameters: each `.grad` is None again."""
         for p in self.parameters:
@@ -235,6 +237,7 @@ def decay_groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
 # Gradient norm and clipping
 
 
+@translate_keywords
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     """Scale gradients so that their common L2 norm is at most `max_norm`; return the norm before scaling.
 

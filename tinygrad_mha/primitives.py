@@ -14,8 +14,9 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 import numpy as np
 from numpy import ndarray
 
-from tinygrad_mha.arguments import NUMPY_KEYWORDS, as_array, unknown_keyword
+from tinygrad_mha.arguments import as_array
 from tinygrad_mha.notation import Call, FormulaWriter, write_call
+from tinygrad_mha.torch_names import KEYWORDS, unknown_keyword
 
 __all__ = ["KINDS", "REGISTRY", "ROLES", "Primitive", "as_dtype", "as_operand", "from_data", "primitive"]
 
@@ -179,7 +180,7 @@ class Primitive(Generic[P, R_co]):
             inputs, keywords = self.arrange(inputs, keywords)
         if keywords and not self.keywords_known.issuperset(keywords):
             if self.variadic:
-                raise unknown_keyword(self.name, keywords.keys() - self.keywords_known)
+                raise unknown_keyword(self.name, [name for name in keywords if name not in self.keywords_known])
             inputs, keywords = self._by_position(inputs, keywords)
         are_arrays = True
         for x in inputs:
@@ -217,7 +218,7 @@ class Primitive(Generic[P, R_co]):
         free = self.arguments[len(inputs) :]
         unknown = [name for name in named if name not in free]
         if unknown:
-            if unknown[0] in NUMPY_KEYWORDS:
+            if unknown[0] in KEYWORDS:
                 raise unknown_keyword(self.name, unknown)
             shapes = ", ".join(str(np.shape(x)) for x in inputs)
             raise TypeError(

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tinygrad_mha import engine, numpy_protocol, ops
-from tinygrad_mha.arguments import unknown_keyword
 from tinygrad_mha.engine import Node, WriteTime
 from tinygrad_mha.modes import SCOPE, STATE
 from tinygrad_mha.ops.elementary import Axis
 from tinygrad_mha.primitives import REGISTRY, Primitive, as_dtype, as_operand, from_data
-from tinygrad_mha.torch_names import METHODS, find_hint
+from tinygrad_mha.torch_names import METHODS, find_hint, translate_keywords
 
 __all__ = ["Tensor", "apply", "as_tensor", "mark_written", "matmul", "plain", "replace_array"]
 __all__ += ["wrap"]
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def numpy_keywords(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that raises the error of `unknown_keyword` for a keyword that it does not have."""
-    known = frozenset(inspect.signature(method).parameters)
-
-    @functools.wraps(method)
-    def call(*args: P.args, **keywords: P.kwargs) -> R:
-        if not known.issuperset(keywords):
-            raise unknown_keyword(method.__name__, keywords.keys() - known)
-        return method(*args, **keywords)
-
-    return call
 
 
 class Tensor:
@@ -148,6 +128,7 @@ class Tensor:
 
     # ----------------------------------------------------------------------------------------------------- gradients
 
+    @translate_keywords
     def backward(self, grad: Any = None, leaves_only: bool = False) -> None:
         """Compute the gradients of this tensor with respect to all tensors it was computed from.
 
@@ -469,57 +450,57 @@ class Tensor:
         """x limited to the range `min` to `max`, element-wise."""
         return ops.clip(self, min=min, max=max)
 
-    @numpy_keywords
+    @translate_keywords
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The sum over `axis` (None: all axes), which is removed, or left at length 1 with `keepdims`."""
         return ops.sum(self, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The mean over `axis`; the shape as for `sum`."""
         return ops.mean(self, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
         """The variance over `axis`, with divisor n - ddof; the shape as for `sum`."""
         return ops.var(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> Tensor:
         """The standard deviation over `axis`, with divisor n - ddof; the shape as for `sum`."""
         return ops.std(self, axis=axis, ddof=ddof, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def norm(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The Euclidean norm over `axis`; the shape as for `sum`."""
         return ops.norm(self, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The maximum over `axis`; the shape as for `sum`. Equal maxima share the gradient evenly."""
         return ops.max(self, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """The minimum over `axis`; the shape as for `sum`. Equal minima share the gradient evenly."""
         return ops.min(self, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """The index of the maximum over `axis` (None: of all elements), as plain integers without gradient."""
         return np.argmax(self._data, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def argmin(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """The index of the minimum over `axis` (None: of all elements), as plain integers without gradient."""
         return np.argmin(self._data, axis=axis, keepdims=keepdims)
 
-    @numpy_keywords
+    @translate_keywords
     def softmax(self, axis: int = -1) -> Tensor:
         """exp(x) / sum(exp(x)) along `axis`, in the shape of x. A row of -inf gives zeros."""
         return ops.softmax(self, axis=axis)
 
-    @numpy_keywords
+    @translate_keywords
     def log_softmax(self, axis: int = -1) -> Tensor:
         """The logarithm of the softmax along `axis`, in the shape of x."""
         return ops.log_softmax(self, axis=axis)

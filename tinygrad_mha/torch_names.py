@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import NoReturn
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-__all__ = ["METHODS", "MODULES", "MODULE_METHODS", "OPERATIONS", "TOP_LEVEL", "find_hint", "raise_unknown"]
+__all__ = ["KEYWORDS", "METHODS", "MODULES", "MODULE_METHODS", "OPERATIONS", "TOP_LEVEL"]
+__all__ += ["check_keywords", "find_hint", "raise_unknown", "translate_keywords", "unknown_keyword"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Methods and attributes of a Tensor.
 METHODS = {
@@ -192,6 +198,82 @@ MODULE_METHODS = {
     "register_forward_hook": "give the module a forward that does it, or see tg.record()",
     "compile": "nothing is needed in its place",
 }
+
+# Keywords of functions, methods and constructors. Each hint is true wherever the keyword is unknown.
+KEYWORDS = {
+    "dim": "it is called axis here, as in NumPy",
+    "dims": "it is called axis here, as in NumPy",
+    "keepdim": "it is called keepdims here, as in NumPy",
+    "correction": "it is called ddof here, as in NumPy",
+    "unbiased": "it is called ddof here, as in NumPy",
+    "p": "norms are those of order 2, and dropout with a probability is nn.Dropout(p)",
+    "norm_type": "norms are those of order 2",
+    "device": "arrays are always in main memory",
+    "dtype": "use astype(dtype)",
+    "seed": "layers take rng=, a generator or a seed; models and calls take seed=",
+    "inplace": "no operation changes a tensor in place",
+    "training": "module.train() and module.eval() choose the mode",
+    "approximate": "use tanh=True for the approximation",
+    "in_features": "it is called n_in here",
+    "out_features": "it is called n_out here",
+    "num_embeddings": "it is called n here",
+    "embedding_dim": "it is called width here",
+    "padding_idx": "the loss leaves out ids by ignore_index=, attention leaves out tokens by key_allow=",
+    "normalized_shape": "the last axis is normalized; nn.LayerNorm takes its length, width",
+    "elementwise_affine": "the weight is always there; nn.LayerNorm(width, bias=False) has no bias",
+    "embed_dim": "it is called d_model here",
+    "num_heads": "it is called n_head here",
+    "nhead": "it is called n_head here",
+    "kdim": "it is called d_memory here, the width of what keys and values are made from",
+    "vdim": "it is called d_memory here, the width of what keys and values are made from",
+    "dim_feedforward": "it is called d_ff here",
+    "num_encoder_layers": "it is called n_layer here, for encoder and decoder alike",
+    "num_decoder_layers": "it is called n_layer here, for encoder and decoder alike",
+    "batch_first": "arrays are always (batch, tokens, width)",
+    "attn_mask": "use allow=, which is True for the keys that a query may see, or bias=, which is added to the scores",
+    "key_padding_mask": "use key_allow=, which is True for the tokens that are not padding",
+    "is_causal": "use causal=True of nn.MultiHeadAttention, or allow=np.tril(...)",
+    "need_weights": "use trace=True, which also returns the weights and all other steps",
+    "dropout_p": "use keep_mask=, or nn.MultiHeadAttention(dropout=p)",
+    "input": "the first argument is given by position",
+    "retain_graph": "the graph is kept as long as its result is",
+    "create_graph": "use tg.grad(y, x, create_graph=True)",
+    "gradient": "it is called grad here",
+    "grad_outputs": "it is called grad_output here",
+    "outputs": "the arguments are y and xs",
+    "inputs": "the arguments are y and xs",
+    "allow_unused": "an x that y does not depend on gets zeros",
+    "set_to_none": "gradients become None",
+    "raise_exception": "it is called raises here",
+}
+
+
+def unknown_keyword(function: str, unknown: Sequence[str]) -> TypeError:
+    """The error for keywords that `function` does not have, with the hint for the first of them."""
+    return TypeError(f"{function} has no argument {unknown[0]!r}{find_hint(unknown[0], KEYWORDS)}")
+
+
+def translate_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that raises the error of `unknown_keyword` for a keyword that it does not have."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if not known.issuperset(keywords):
+            raise unknown_keyword(function.__name__, [name for name in keywords if name not in known])
+        return function(*args, **keywords)
+
+    return call
+
+
+def check_keywords(name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Raise the error of `unknown_keyword` if `function` lacks a keyword of `KEYWORDS`; fast if none is given."""
+    if KEYWORDS.keys().isdisjoint(keywords):
+        return
+    parameters = inspect.signature(function).parameters
+    unknown = [keyword for keyword in keywords if keyword in KEYWORDS and keyword not in parameters]
+    if unknown and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise unknown_keyword(name, unknown)
 
 
 def find_hint(name: str, hints: dict[str, str], operations: Collection[str] = ()) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tinygrad_mha import engine, modes, ops
 from tinygrad_mha.tensors import Tensor, as_tensor, plain, wrap
+from tinygrad_mha.torch_names import translate_keywords
 
 __all__ = ["grad", "hessian", "hvp", "jacobian", "jvp", "vjp"]
 
@@ -26,6 +27,7 @@ class Function(Protocol):
     def __call__(self) -> Callable[..., Any]: ...
 
 
+@translate_keywords
 def grad(
     y: Tensor, xs: Tensor | Sequence[Tensor], grad_output: Any = None, create_graph: bool = False
 ) -> tuple[Tensor, ...]:

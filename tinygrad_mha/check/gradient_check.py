@@ -24,11 +24,13 @@ from tinygrad_mha.check.differences import STEP, Comparison, measure_condition
 from tinygrad_mha.check.report import Entry, GradcheckError, GradcheckReport
 from tinygrad_mha.check.verdict import name_subject
 from tinygrad_mha.tensors import Tensor, plain
+from tinygrad_mha.torch_names import translate_keywords
 from tinygrad_mha.transforms import grad
 
 __all__ = ["gradcheck"]
 
 
+@translate_keywords
 def gradcheck(
     f: Any,
     *inputs: Any,

@@ -17,7 +17,7 @@ from tinygrad_mha import modes
 from tinygrad_mha.files import CheckpointError, load_arrays, save_arrays
 from tinygrad_mha.primitives import as_dtype
 from tinygrad_mha.tensors import Tensor, replace_array
-from tinygrad_mha.torch_names import MODULE_METHODS, find_hint
+from tinygrad_mha.torch_names import MODULE_METHODS, check_keywords, find_hint, translate_keywords
 
 __all__ = ["Module", "Scope", "copy_on_arrays", "has_array_forward", "walk"]
 
@@ -87,6 +87,8 @@ class Module:
 
     def __call__(self: HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call `forward` with the same arguments, in the scope of this module."""
+        if kwargs:
+            check_keywords(type(self).__name__, self.forward, kwargs)
         if modes.STATE.get().is_silent:  # no node is made that could have a scope
             return self.forward(*args, **kwargs)
         with self.scope():
@@ -135,7 +137,11 @@ class Module:
             if not name.startswith("__"):
                 check_overrides(name, value, Module, in_class=True)
 
-    if not TYPE_CHECKING:  # type checkers would accept every attribute
+    if not TYPE_CHECKING:  # type checkers would accept every argument and every attribute
+
+        def __new__(cls, *args: Any, **keywords: Any) -> Self:
+            check_keywords(cls.__name__, cls.__init__, keywords)
+            return super().__new__(cls)
 
         def __getattr__(self, name: str) -> Any:  # called for unknown names only
             message = f"{type(self).__name__!r} object has no attribute {name!r}{find_hint(name, MODULE_METHODS)}"
@@ -261,6 +267,7 @@ class Module:
         """
         return EvalMode(self)
 
+    @translate_keywords
     def zero_grad(self) -> None:
         """Reset the gradients of all parameters to None."""
         for parameter in self.parameters():

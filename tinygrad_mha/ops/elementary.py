@@ -31,6 +31,7 @@ from tinygrad_mha.arguments import as_index, check_boolean, check_ids
 from tinygrad_mha.kernels import reference
 from tinygrad_mha.kernels.reference import MANY, merge_rows, sum_leading
 from tinygrad_mha.primitives import primitive
+from tinygrad_mha.torch_names import translate_keywords
 
 __all__ = ["abs", "add", "broadcast_to", "cast", "clip", "concat", "cos", "cumsum", "div", "einsum", "erf", "exp"]
 __all__ += ["expm1", "flip", "getitem", "linear", "log", "log1p", "mask", "matmul", "max", "maximum", "mean", "min"]
@@ -743,6 +744,7 @@ def swapaxes(x: X, axis1: int, axis2: int) -> X:
     return transpose(x, axes=tuple(axes))
 
 
+@translate_keywords
 def split(x: X, parts: int | Sequence[int], axis: int = 0) -> list[X]:
     """Cut `x` along `axis` into `parts` equal pieces, or at the indices in the list `parts`, as np.split does."""
     (axis,) = normalize_axis_tuple(axis, x.ndim)
@@ -792,6 +794,7 @@ def prod(x: X, axis: Axis = None, keepdims: bool = False) -> X:
     return y.reshape(shape if keepdims else kept)
 
 
+@translate_keywords
 def norm(x: X, axis: Axis = None, keepdims: bool = False) -> X:
     """The Euclidean norm over `axis`, of any numbers whose norm the dtype holds. Where it is 0 the gradient is 0."""
     x, scale_back = scale_to_square(x, axis, keepdims)
