@@ -86,6 +86,13 @@ ROWS = {
         floor="attention_calls",
         limit=SMALL,
     ),
+    "attention-module": Row(
+        "the same attention as a module",
+        "attention_module",
+        targets=(0.40, 0.45),
+        floor="attention_calls",
+        limit=SMALL,
+    ),
     "tiny": Row(
         "GPT of 1 layer, 16 wide: AdamW step",
         "train",
@@ -168,7 +175,7 @@ ROWS = {
     ),
 }
 LONG = ("six384-2", "decode-124m", "prefill-124m")  # fewer rounds
-PROFILED = ("attention", "tiny", "nanogpt", "nanogpt-2", "six384-2", "decode-nano", "decode-llama")
+PROFILED = ("attention", "attention-module", "tiny", "nanogpt", "nanogpt-2", "six384-2", "decode-nano", "decode-llama")
 
 
 class Worker:

@@ -29,6 +29,11 @@ def make_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def merge_heads(w: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The matrices of all heads side by side, Q (5, 14), K (5, 14), V (5, 22), and O."""
+    return {m: np.concatenate([w[m + "1"], w[m + "2"]], axis=1) for m in "QKV"} | {"O": w["O"]}
+
+
 def make_attention_arrays() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
     """The weights, x, the gradient of y, and the causal mask."""
     rng = np.random.default_rng(0)

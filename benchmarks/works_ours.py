@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from works_files import load_arrays, make_attention_arrays, make_tokens, read
+from works_files import load_arrays, make_attention_arrays, make_tokens, merge_heads, read
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, optim
@@ -41,6 +41,25 @@ def make_ours_attention(w: dict[str, np.ndarray], x: np.ndarray, g: np.ndarray, 
         return [t.grad for t in p.values()]
 
     return step
+
+
+def attention_module() -> Work:
+    """The same attention as a module."""
+    w, x, g, _ = make_attention_arrays()
+    mha = nn.MultiHeadAttention(5, n_head=2, d_k=7, d_v=11, fused=True)
+    parameters = [mha.wq, mha.wk, mha.wv, mha.wo]
+    for p, a in zip(parameters, merge_heads(w).values(), strict=True):
+        p.assign_(a)
+    X = tg.Tensor(x)
+
+    def step() -> list[np.ndarray]:
+        y = mha(X, causal=True)
+        for p in parameters:
+            p.grad = None
+        y.backward(g, leaves_only=True)
+        return [p.grad for p in parameters]
+
+    return step, [float(np.abs(g).sum()) for g in step()]
 
 
 def train(folder: str, batch: int, workers: int | None = None) -> Work:
@@ -250,5 +269,5 @@ def decode_products(folder: str, new: int, **_: int) -> Work:
 
 FLOORS = (attention_calls, train_products, decode_calls, decode_products)
 WORKS: dict[str, Callable[..., Work]] = {
-    f.__name__: f for f in (attention, train, generate, generate_own, prefill, *FLOORS)
+    f.__name__: f for f in (attention, attention_module, train, generate, generate_own, prefill, *FLOORS)
 }

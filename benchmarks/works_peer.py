@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from works_files import load_arrays, make_attention_arrays, make_tokens, read
+from works_files import load_arrays, make_attention_arrays, make_tokens, merge_heads, read
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 Work = tuple[Callable[[], Any], list[float]]
@@ -42,6 +42,24 @@ def make_torch_attention(
         return [t.grad for t in p.values()]
 
     return step
+
+
+def attention_module() -> Work:
+    """The same attention with one matrix for the heads of each of Q, K and V, and PyTorch's fused function."""
+    w, x, g, _ = make_attention_arrays()
+    p = {name: torch.tensor(a, requires_grad=True) for name, a in merge_heads(w).items()}
+    X, G = torch.tensor(x), torch.tensor(g)
+
+    def step() -> list[Any]:
+        q, k, v = ((X @ p[m]).view(3, 2, -1).transpose(0, 1) for m in "QKV")
+        heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = heads.transpose(0, 1).reshape(3, -1) @ p["O"]
+        for t in p.values():
+            t.grad = None
+        y.backward(G)
+        return [t.grad for t in p.values()]
+
+    return step, [float(g.abs().sum()) for g in step()]
 
 
 class Block(nn.Module):
@@ -143,4 +161,4 @@ def prefill(folder: str, tokens: int) -> Work:
     return step, step().flatten()[:100].tolist()
 
 
-WORKS: dict[str, Callable[..., Work]] = {f.__name__: f for f in (attention, train, generate, prefill)}
+WORKS: dict[str, Callable[..., Work]] = {f.__name__: f for f in (attention, attention_module, train, generate, prefill)}
