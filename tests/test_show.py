@@ -97,6 +97,17 @@ def test_a_long_label_widens_its_own_column_only_and_is_cut(capsys, monkeypatch)
     ]
 
 
+def test_labels_cannot_give_orders_to_a_terminal(capsys):
+    tg.show(np.eye(2), ["a\x1b[31m", "\n "], ["b\tc", "\x9b\r"])
+    assert capsys.readouterr().out.splitlines() == [
+        "2x2",
+        "           b⇥c    \ufffd␍",
+        "  a␛[31m  1.00     0",
+        "  ⏎␣         0  1.00",
+        "",
+    ]
+
+
 def test_colours_are_for_terminals_and_no_color_turns_them_off(trace, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

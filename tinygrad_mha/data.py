@@ -345,10 +345,16 @@ def name_token(tokenizer: Any, i: int) -> str:
 
 
 def show_token(token: str) -> str:
-    """A token with visible signs for line breaks, and for all white space if it holds nothing else."""
-    if not token.strip():
-        return token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
-    return token.replace("\n", "⏎")
+    """A token with a visible sign for each control character, and for spaces if it holds nothing but white space.
+
+    So a token cannot give orders to a terminal.
+    """
+    shown = token.translate(SIGNS)
+    return shown if token.strip() else shown.replace(" ", "␣") or "∅"
+
+
+SIGNS = {i: chr(0x2400 + i) for i in range(32)} | {9: "⇥", 10: "⏎", 127: "␡"}  # by code point
+SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
 
 
 def byte_symbols() -> list[str]:

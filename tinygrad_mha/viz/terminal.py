@@ -192,7 +192,8 @@ def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
     values = matrix.values
     factor, most = common_factor(values), largest_magnitude(values)
     shape = "x".join(map(str, values.shape))
-    yield f"{matrix.name}  {shape}  {matrix.meaning} {write_factor(factor)}".strip()
+    remark = f"{matrix.meaning} {write_factor(factor)}".strip()
+    yield "  ".join(filter(None, (matrix.name, shape, remark)))
     labels = [shorten(label, width // 3) for label in (matrix.rows or [""] * len(values))[:MOST_ROWS]]
     head = [shorten(label, LONGEST_HEAD) for label in matrix.columns or []]
     cells = [[write_value(x, factor) for x in row] for row in values[:MOST_ROWS].tolist()]
@@ -208,7 +209,7 @@ def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
             colour(align(text, size - 1) + " ", float(x), most, matrix.palette) if coloured else align(text, size)
             for text, size, x in zip(texts[:shown], sizes, row, strict=False)
         )
-        yield "  " + label + " " * (margin - columns_of(label)) + line + more
+        yield ("  " + label + " " * (margin - columns_of(label)) + line + more).rstrip()
     if len(values) > MOST_ROWS:
         yield f"  … {len(values) - MOST_ROWS} more rows"
 
