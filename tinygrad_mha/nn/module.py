@@ -367,6 +367,9 @@ def class_on_arrays(kind: type[Module], forward: Callable[..., Any]) -> type[Mod
     return type(kind.__name__, (kind,), {"on_arrays": True, "__call__": forward, "__module__": kind.__module__})
 
 
+PLAIN = frozenset((type(None), bool, int, float, str))  # most attributes have one of these classes, and hold nothing
+
+
 def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tuple[str, Any]]:
     """Every module, tensor and generator in `root` with its path, in the order of definition.
 
@@ -396,7 +399,9 @@ def walk(root: Any, path: str = "", enter_modules: bool = True) -> Iterator[tupl
         else:
             held = enumerate(value)
             check_is_uniform(path, value)
-        stack.extend(reversed([(f"{path}.{key}" if path else str(key), inner) for key, inner in held]))
+        prefix = f"{path}." if path else ""
+        inside = [(f"{prefix}{key}", inner) for key, inner in held if inner.__class__ not in PLAIN]
+        stack.extend(reversed(inside))
 
 
 def check_holds_nothing(path: str, value: Any) -> None:
