@@ -1506,8 +1506,8 @@ def test_queries_keys_and_values_of_plain_functions_have_boxes_though_they_are_s
     graph = tg.graph(nn.join_heads(ops.softmax(q @ k.mT / 3**0.5) @ v).named("Y"))
     formulas = {node.title: " ".join(node.lines) for node in graph.picture.nodes}
     assert [title for title in formulas if title.startswith("matmul")] == ["matmul_1", "matmul_2", "matmul_3"]
-    assert formulas["softmax"] == "scaled: softmax(matmul_1 @ matmul_2ᵀ / √3)"
-    assert formulas["Y"] == "output: softmax @ matmul_3"
+    assert formulas["softmax"] == "in 2 parts, scaled: softmax(matmul_1 @ matmul_2ᵀ / √3)"
+    assert formulas["Y"] == "output: in 2 parts: softmax @ matmul_3"
 
 
 def test_what_a_fused_attention_takes_is_called_q_k_and_v():

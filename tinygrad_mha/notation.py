@@ -180,6 +180,13 @@ def hidden(c: Call) -> Formula:
     return c.x
 
 
+def write_reshape(c: Call) -> Formula:
+    """Write the operand, with a remark if its last axis is split into parts, as for attention heads."""
+    (*before, width), after = c.shapes[0] or (1,), c.shape
+    is_split = len(before) > 0 and after[:-2] == tuple(before) and 1 < after[-2] < width
+    return c.x._replace(remarks=(*c.x.remarks, f"in {after[-2]} parts")) if is_split else c.x
+
+
 def write_call(c: Call) -> Formula:
     """Write label(operands, options). This is the writer of a primitive that names no other."""
     options = [f"{k}={v}" for k, v in c.keywords.items() if isinstance(v, (int, float, str, tuple))]

@@ -459,7 +459,7 @@ cumsum.vjps(lambda g, y, x, axis: flip(cumsum(flip(g, axis), axis=axis), axis))
 # Shape
 
 
-@primitive(kind="movement", formula=notation.hidden)
+@primitive(kind="movement", formula=notation.write_reshape)
 def reshape(x, *, shape) -> np.ndarray:
     """The same elements, in row-major order, in another shape; one length may be -1."""
     return np.asarray(x).reshape(shape)  # np.reshape takes three times as long

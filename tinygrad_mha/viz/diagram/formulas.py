@@ -46,7 +46,8 @@ def build_formula(layout: Layout, titles: dict[Value, str], value: Value) -> For
         formula = Formula(f"{call.operand(1).within(PRODUCT)} where allowed", SUM)
     else:
         formula = value.op.formula(call)
-    remarks = [remark for operand in call.operands if operand for remark in operand.remarks] + list(formula.remarks)
+    inner = () if value.has_kind("attention") else call.operands  # attention has its own word for what is in heads
+    remarks = [remark for operand in inner if operand for remark in operand.remarks] + list(formula.remarks)
     return formula._replace(remarks=tuple(dict.fromkeys(remarks)), kind=value.op.kind)
 
 
