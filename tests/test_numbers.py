@@ -358,6 +358,14 @@ def test_a_tensor_of_one_element_is_formatted_and_rounded_as_its_number():
         format(Tensor([1.0, 2.0]), ".2f")
 
 
+@pytest.mark.parametrize("rows", [1, 1024, 100_003])
+def test_the_gradient_of_a_bias_loses_no_digits_by_many_rows(rows, rng):
+    layer = nn.Linear(2, 67, rng=0)
+    g = rng.random((rows, 67)).astype(np.float32)
+    layer(np.zeros((rows, 2), np.float32)).backward(g)
+    np.testing.assert_allclose(layer.bias.grad, g.sum(0, dtype=np.float64), rtol=1e-6)
+
+
 def test_tiny_numbers_among_ordinary_ones_are_printed_as_0():
     assert repr(Tensor([1.0, 1e-17, 1.0])).startswith("Tensor([1., 0., 1.]")
     assert "e-17" in repr(Tensor([1e-17]))

@@ -273,6 +273,7 @@ def row_mean(x: np.ndarray) -> np.ndarray:
 
 
 MANY = 1 << 16  # elements: above, sums over leading axes are products
+BLOCK = 1024  # rows that one product adds up: a product of 100 000 rows loses digits, too
 
 
 def sum_leading(x: np.ndarray, n: int) -> np.ndarray:
@@ -280,7 +281,12 @@ def sum_leading(x: np.ndarray, n: int) -> np.ndarray:
     if x.dtype != np.float32:
         return x.sum(axis=tuple(range(n)))
     rows = x.reshape((math.prod(x.shape[:n]), math.prod(x.shape[n:])))
-    return np.ones(len(rows), x.dtype).dot(rows).reshape(x.shape[n:])
+    count, rest = divmod(len(rows), BLOCK)
+    total = np.ones(rest, x.dtype).dot(rows[count * BLOCK :])
+    if count:
+        blocks = rows[: count * BLOCK].reshape((count, BLOCK, rows.shape[1]))
+        total += np.ones(count, x.dtype).dot(np.ones(BLOCK, x.dtype) @ blocks)
+    return total.reshape(x.shape[n:])
 
 
 def shrink_large(large: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
