@@ -1,7 +1,7 @@
 """Makes the small GPT of the package from a run, and measures what its heads do.
 
-    tinygrad-mha train --out run --config cpu --steps 3000 --set n_embd=96 block_size=128 batch_size=12 \\
-        learning_rate=2e-3 min_lr=1e-4 sample_interval=0 eval_interval=500
+    tinygrad-mha train --out run --config cpu --steps 5000 --set n_embd=96 block_size=128 batch_size=12 \\
+        position=rotary dropout=0.05 learning_rate=3e-3 min_lr=1e-4 sample_interval=0 eval_interval=500
     python examples/small_gpt.py run        # writes tinygrad_mha/pretrained; without RUN it only measures
 """
 
@@ -15,24 +15,28 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha.data import builtin_corpus, split_text
-from tinygrad_mha.files import read_json, write_json
+from tinygrad_mha.files import load_arrays, read_json, save_arrays, write_json
 from tinygrad_mha.files.run_folder import find_latest
-from tinygrad_mha.training.resume import PRETRAINED, seal_state
+from tinygrad_mha.training.resume import PRETRAINED, compute_digest, seal_state
 
-FILES = ("model.safetensors", "characters.json")
+MODEL, TOKENIZER = "model.safetensors", "characters.json"
 
 
 def pack(run: str) -> None:
-    """Copy the model and tokenizer of the latest checkpoint, with a state that leaves out what only training needs."""
+    """Copy the model and tokenizer of the latest checkpoint, with a state that leaves out what only training needs.
+
+    The weights are rounded to the nearest float16, and still stored as float32: so they compress to two thirds.
+    """
     checkpoint = find_latest(run)
     if checkpoint is None:
         sys.exit(f"{run} has no checkpoint")
     PRETRAINED.mkdir(exist_ok=True)
-    for name in FILES:
-        shutil.copyfile(checkpoint / name, PRETRAINED / name)
-    state = read_json(checkpoint / "state.json")
-    digests = {name: digest for name, digest in state["files"].items() if name in FILES}
-    write_json(PRETRAINED / "state.json", seal_state(state | {"files": digests, "data": {}, "generators": {}}))
+    weights = load_arrays(checkpoint / MODEL)
+    save_arrays(PRETRAINED / MODEL, {name: w.astype(np.float16).astype(np.float32) for name, w in weights.items()})
+    shutil.copyfile(checkpoint / TOKENIZER, PRETRAINED / TOKENIZER)
+    digests = {name: compute_digest(PRETRAINED / name) for name in (MODEL, TOKENIZER)}
+    state = read_json(checkpoint / "state.json") | {"files": digests, "data": {}, "generators": {}}
+    write_json(PRETRAINED / "state.json", seal_state(state))
 
 
 def measure(windows: int = 64) -> None:
