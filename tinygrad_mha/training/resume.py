@@ -390,7 +390,7 @@ def load_trained(folder: str | os.PathLike[str] | None = None, model: Any = None
     Example:
         >>> model, tokenizer = load_trained()
         >>> tokenizer.decode(tg.generate(model, tokenizer.encode("The "), 8, temperature=0)[0])
-        'The sequence'
+        'The same as '
     """
     folder = PRETRAINED if folder is None else folder
     checkpoint = find_latest(folder) or Path(folder)
