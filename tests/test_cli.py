@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -403,3 +404,9 @@ def test_graph_without_graphviz_says_what_to_install_and_what_needs_none(monkeyp
     monkeypatch.setattr("tinygrad_mha.viz.diagram.graphviz_engines.render", fail)
     assert main(["graph", "mha", "-o", str(tmp_path / "a.svg")]) == 2
     assert 'pip install "tinygrad_mha[render]" contains it; -o graph.dot' in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_without_code(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    main([])
+    assert warnings.formatwarning("no font", UserWarning, "cli.py", 3) == "tinygrad-mha: warning: no font\n"

@@ -117,7 +117,8 @@ def discard(stream: Any) -> None:
 
 
 def prepare_streams() -> None:
-    """Let the encoding of standard output replace characters that it lacks, and closed streams lead nowhere."""
+    """Let standard output replace characters that it lacks, closed streams lead nowhere, and warnings be one line."""
+    warnings.formatwarning = lambda message, *_, **__: f"tinygrad-mha: warning: {message}\n"
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
