@@ -98,6 +98,11 @@ def with_a_mask(q, k, v, mask=None):
     return weights / np.where(total == 0, 1, total) @ v
 
 
+@variant((3, 5), (7, 5), (7, 11))
+def with_a_mask_for_more_keys_than_queries(q, k, v, mask=None):
+    return with_a_mask(q, k, v, mask)
+
+
 @variant((4, 5, 6), (2, 5, 6), (2, 5, 7))
 def grouped_queries(q, k, v):
     repeats = q.shape[-3] // k.shape[-3]
@@ -714,7 +719,7 @@ class KeepsKeysOfItsOwn(PlainModule):
         return self.past
 
 
-@fault("(?i)padding|key_allow", *X)
+@fault("padding: key_allow does not hide padding", *X)
 class SeesPadding(PlainModule):
     def weigh(self, q, k, key_allow):
         return super().weigh(q, k, None)

@@ -423,6 +423,12 @@ def test_targets_that_are_the_inputs_are_named():
             ops.cross_entropy(logits, targets).backward()
 
         only(diagnose(gpt(), cut), "loss", "not shifted")
+    counting_in_part = np.array([[3, 4, 5, 1, 2, 0]])
+    only(
+        diagnose(gpt(), lambda model, _: model.loss(counting_in_part, counting_in_part).backward()),
+        "loss",
+        "not shifted",
+    )
     padded = np.where(IDS == 3, -100, IDS)
     only(diagnose(gpt(), lambda model, _: model.loss(IDS, padded).backward()), "loss", "not shifted")
 

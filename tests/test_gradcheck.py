@@ -10,6 +10,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha import Tensor, gradcheck, ops
+from tinygrad_mha.check.differences import Line
 
 pytestmark = pytest.mark.usefixtures("own_primitives")
 
@@ -278,6 +279,12 @@ def test_a_kink_is_reported_and_passes():
     report = gradcheck(lambda x: x.relu(), np.array([0.0, 1.5, -0.7]))
     assert [kink.index for kink in report.entries[0].kinks] == [(0,)]
     assert "kink" in str(report)
+
+
+def test_the_slopes_to_the_left_and_right_begin_at_the_point():
+    x = np.zeros(1)
+    line = Line(x, np.ones(1), lambda: [x * x])
+    np.testing.assert_allclose(line.one_sided(0.5), (-0.5, 0.5))
 
 
 def test_a_rule_that_gives_a_tie_of_max_to_the_first_has_kinks():

@@ -285,7 +285,7 @@ def find_path(evaluate: Callable[[Tensor], Any], base: np.ndarray, changed: np.n
             a, b = source.array, twin.array
             if a.ndim >= 2 and a.shape[-2] == n:
                 a, b = a[..., i, :], b[..., i, :]
-            if a.shape != b.shape or not np.array_equal(a, b, equal_nan=True):
+            if not np.array_equal(a, b, equal_nan=True):
                 value, other = source, twin
                 chain.insert(0, value)
                 break

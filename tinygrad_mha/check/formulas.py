@@ -267,16 +267,13 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("the heads are joined in another order", {"join": lambda y: join_heads(np.roll(y, 1, axis=-3))}),
         ("the heads are joined in another order", {"join": lambda y: join_heads(np.roll(y, -1, axis=-3))}),
         *(
-            (f"{name} of the first head are copied to all heads", {"swap": dict.fromkeys(letters, copy_head)})
+            (f"{name} of {words}", {"swap": dict.fromkeys(letters, change)})
             for letters, name in {"q": "queries", "k": "keys", "v": "values", "kv": "keys and values"}.items()
-        ),
-        *(
-            (f"{name} of another head are used: their order is wrong", {"swap": dict.fromkeys(letters, reorder)})
-            for letters, name in {"q": "queries", "k": "keys", "v": "values", "kv": "keys and values"}.items()
-            for reorder in (
-                lambda x: x[..., ::-1, :, :],
-                lambda x: np.roll(x, 1, axis=-3),
-                lambda x: np.roll(x, -1, axis=-3),
+            for words, change in (
+                ("the first head are copied to all heads", copy_head),
+                ("another head are used: their order is wrong", lambda x: x[..., ::-1, :, :]),
+                ("another head are used: their order is wrong", lambda x: np.roll(x, 1, axis=-3)),
+                ("another head are used: their order is wrong", lambda x: np.roll(x, -1, axis=-3)),
             )
         ),
         ("shared keys are tiled, so a group uses different keys: repeat each instead", {"tiled": "kv"}),
