@@ -132,7 +132,7 @@ def test_the_command_line_checks_all_of_them(capsys, monkeypatch):
 def test_a_primitive_without_samples_fails_on_the_command_line(own_primitives, capsys):
     ops.primitive(lambda_named("unchecked", lambda x: x * 2)).vjps(lambda g, y, x: 2 * g)
     assert main(["gradcheck", "--order", "1"]) == 1
-    assert "unchecked      FAILED no samples" in capsys.readouterr().out
+    assert "unchecked            FAILED no samples" in capsys.readouterr().out
 
 
 def test_the_command_line_checks_a_function_in_a_file(tmp_path, capsys):

@@ -667,7 +667,7 @@ def report_primitives(primitives: list[Primitive[..., Any]], args: argparse.Name
     """Print one line per primitive, the full report of those that fail, and a summary."""
     failed = []
     if not args.json:
-        print(f"{'errors of':21} samples checked first second")
+        print(f"{'errors of':27} checked first second")
     for op in primitives:
         reports = check_primitive(op, args.order, args.seed)
         ok = bool(reports) and all(report.ok for report in reports)
@@ -679,7 +679,7 @@ def report_primitives(primitives: list[Primitive[..., Any]], args: argparse.Name
             print(summarize(op, reports, ok), *(report for report in reports if not report.ok), sep="\n")
     if not args.json:
         order = "first" if args.order == 1 else "first and second"
-        verdict = f"FAILED: {', '.join(failed)}" if failed else f"all proved to {order} order"
+        verdict = f"FAILED: {', '.join(failed)}" if failed else f"all agree with finite differences to {order} order"
         print(wrap_lines(f"{len(primitives)} primitives, {verdict} (errors: the largest relative ones)", "  "))
     return 1 if failed else 0
 
@@ -703,13 +703,13 @@ def check_primitive(op: Primitive[..., Any], order: int, seed: int) -> list[Grad
 def summarize(op: Primitive[..., Any], reports: list[GradcheckReport], ok: bool) -> str:
     """One line about the checks of a primitive."""
     if not reports:
-        return f"{op.name:14} FAILED no samples: nothing was checked"
+        return f"{op.name:20} FAILED no samples: nothing was checked"
     entries = [entry for report in reports for entry in report.entries]
     first, second = (
         max((e.worst.relative for e in entries if e.worst and e.order == order), default=0.0) for order in (1, 2)
     )
     checked = sum(entry.checked for entry in entries)
-    return f"{op.name:14} {'ok' if ok else 'FAILED':6} {len(reports):7} {checked:7} {first:.0e} {second:6.0e}"
+    return f"{op.name:20} {'ok' if ok else 'FAILED':6} {checked:7} {first:.0e} {second:6.0e}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
