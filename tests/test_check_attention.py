@@ -55,6 +55,11 @@ def test_a_correct_attention_passes(case):
     assert any(finding.status == "passed" for finding in verdict.findings)
 
 
+def test_a_mask_is_tried_on_fewer_queries_than_keys():
+    case = next(case for case in VARIANTS if case.name == "with_a_mask_for_more_keys_than_queries")
+    assert "passed" in [finding.status for finding in check(case).findings if finding.name == "mask"]
+
+
 @pytest.mark.parametrize(("seen", "cause"), [(4, "the window is off by one"), (7, "the window is ignored")])
 def test_the_cause_of_a_wrong_window_is_its_length(seen, cause):
     def candidate(q, k, v, window=3):
