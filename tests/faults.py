@@ -1795,3 +1795,86 @@ if torch is not None:
             k, v = (z.transpose(1, 2).expand(B, 3, T, 4) for z in (k, v))
             y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.wo(y.transpose(1, 2).reshape(B, T, C))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A softmax that is left out, or normalised in another way
+
+
+def scaled(q, k):
+    return q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+
+
+def hide_later(scores, fill=-np.inf):
+    n, m = scores.shape[-2:]
+    return np.where(np.tri(n, m, m - n, dtype=bool), scores, scores.dtype.type(fill))
+
+
+@fault("softmax: the sum of the weights lacks keepdims=True")
+def sum_without_keepdims(q, k, v):
+    weights = np.exp(scaled(q, k))
+    weights = weights / weights.sum(axis=-1)
+    return weights @ v
+
+
+@fault("softmax: the sum of the weights lacks keepdims=True", *((1, 5, 3), (1, 5, 3), (1, 5, 2)))
+def sum_without_keepdims_of_a_batch_of_one(q, k, v):
+    weights = np.exp(scaled(q, k))
+    return weights / weights.sum(axis=-1) @ v
+
+
+@fault("softmax: the sum of the weights lacks keepdims=True", causal=True)
+def masked_sum_without_keepdims(q, k, v):
+    scores = hide_later(scaled(q, k))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = weights / weights.sum(axis=-1)
+    return weights @ v
+
+
+@fault("softmax: the largest score of another row is subtracted")
+def maximum_without_keepdims(q, k, v):
+    scores = scaled(q, k)
+    weights = np.exp(scores - scores.max(axis=-1))
+    return weights / weights.sum(axis=-1, keepdims=True) @ v
+
+
+@fault("softmax: there is no softmax", causal=True)
+def masked_scores_as_weights(q, k, v):
+    return hide_later(scaled(q, k), 0.0) @ v
+
+
+@fault("softmax: the weights are not divided by their sum", causal=True)
+def exp_without_division(q, k, v):
+    scores = hide_later(scaled(q, k))
+    return np.exp(scores - scores.max(axis=-1, keepdims=True)) @ v
+
+
+@fault(r"softmax: the weights are divided by their sum over the queries \(axis -2\)")
+def sum_over_queries(q, k, v):
+    scores = scaled(q, k)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(-2, keepdims=True) @ v
+
+
+@fault("softmax: the weights are divided by the sum of all weights")
+def sum_of_all(q, k, v):
+    weights = np.exp(scaled(q, k))
+    return weights / weights.sum() @ v
+
+
+@fault("overflow: a row is not finite beside other rows")
+def maximum_of_all_scores(q, k, v):
+    scores = scaled(q, k)
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum(axis=-1, keepdims=True) @ v
+
+
+@fault("causality: the result is 0 everywhere")
+def zeros(q, k, v):
+    return np.zeros((*q.shape[:-1], v.shape[-1]), v.dtype)
+
+
+@variant()
+def linear_attention_with_two_feature_maps(q, k, v):
+    weights = hide_later((np.maximum(q, 0) + 1) @ np.maximum(k, 0).swapaxes(-1, -2), 0.0)
+    return weights / (weights.sum(axis=-1, keepdims=True) + q.dtype.type(1e-12)) @ v

@@ -322,6 +322,54 @@ def test_a_failure_is_one_line_in_a_test():
         tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v).raise_if_failed()
 
 
+def test_a_report_is_true_only_if_it_is_ok():
+    assert not tg.check.attention(lambda q, k, v: v)
+    assert tg.check.attention(tg.nn.attention)
+    assert tg.gradcheck(lambda x: x * x, tg.Tensor([1.0, 2.0]))
+    assert not tg.gradcheck(lambda x: x.detach() * x, tg.Tensor([1.0, 2.0]), raises=False)
+    with pytest.raises(TypeError, match="assert_causal"):
+        bool(tg.check.dependencies(lambda x: x, np.ones((3, 2))))
+
+
+def test_a_formula_of_another_kind_is_not_plainly_passed():
+    def sigmoid_attention(q, k, v):
+        return 1 / (1 + np.exp(-q @ k.swapaxes(-1, -2))) @ v
+
+    verdict = tg.check.attention(sigmoid_attention)
+    assert verdict.exit_code == 0
+    end = "passed what applies; its formula is none that this check knows (weights do not sum to 1)"
+    assert verdict.summary == end
+    assert end in " ".join(str(verdict).split())
+    assert end in verdict._repr_html_()
+
+
+@pytest.mark.parametrize(("name", "says"), [("norms", "does not depend on q and k"), ("scale", "more than one key")])
+def test_what_attends_to_nothing_does_not_pass_a_claim_about_weights(name, says):
+    (finding,) = (f for f in tg.check.attention(lambda q, k, v: v).findings if f.name == name)
+    assert finding.status == "does not apply"
+    assert says in finding.message
+
+
+def test_the_smallest_input_of_a_wrong_window_has_tokens_that_it_should_not_see():
+    def candidate(q, k, v, window=3):
+        back = np.arange(q.shape[-2])[:, None] - np.arange(k.shape[-2])
+        scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        return softmax(np.where((back >= 0) & (back < window + 1), scores, -np.inf)) @ v
+
+    (finding,) = (f for f in tg.check.attention(candidate).failed if f.name == "window")
+    assert finding.example["q"].shape[0] == 4
+    assert all(x.any(axis=-1).all() for x in finding.example.values())
+
+
+def test_a_window_of_another_name_is_seen_and_not_judged():
+    def candidate(q, k, v, w=2):
+        back = np.arange(q.shape[-2])[:, None] - np.arange(k.shape[-2])
+        return softmax(np.where((back >= 0) & (back < w), q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5, -np.inf)) @ v
+
+    (finding,) = (f for f in tg.check.attention(candidate).findings if f.name == "window")
+    assert finding.message.startswith("it sees the last 2 keys, and no option")
+
+
 def test_a_notebook_shows_a_table():
     html = tg.check.attention(lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v)._repr_html_()
     assert "<table>" in html

@@ -8,6 +8,7 @@ Axes: T tokens, T_q queries, T_k keys, C width, d_k, d_v widths of a key and a v
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ def check_causality(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     before, later = past(see, -1), see & ~past(see)
     causal = c.states_causal() if facts.stated is None else facts.stated
     cause = "nothing is attended to: the result of a token depends on no other token"
+    cause = cause if c(*inputs).any() else "the result is 0 everywhere"
     require(m == 1 or (see & ~(past(see) & ~past(see, -1))).any(), "no row depends on another one", cause)
     if not later.any():
         cause = "the mask hides a token from itself (off by one)"
@@ -257,7 +259,8 @@ def check_dtype(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """float32 and float64 in and out, and no rounding to less inside."""
     for dtype in (np.float32, np.float64):
         found, name = c(*inputs, dtype=dtype).dtype, np.dtype(dtype).name
-        promoted = f"float32 is promoted to {found}, as by an array or np.float64 number inside (np.sqrt of an integer)"
+        promoted = f"float32 is promoted to {found} by an array or np.float64 number inside (np.sqrt of an "
+        promoted += "integer): write d**0.5 or float(np.sqrt(d)), and make arrays with dtype=q.dtype"
         cause = promoted if dtype == np.float32 else f"a conversion to {found} inside"
         require(found == dtype, f"{name} inputs give {found}", cause)
     rng = np.random.default_rng(facts.seed)
@@ -282,7 +285,9 @@ def check_batch(c: Candidate, inputs: Inputs, facts: Facts) -> str:
         y = c(*(np.stack(xs) for xs in zip(*rows, strict=True)))
         alone = [c(*row) for row in rows]
     except CandidateError as error:
-        apply_if(inputs[0].ndim > 2 and len({len(x) for x in inputs}) == 1, f"it takes no batch: {error}")
+        reason = f"it takes one sequence (T, d) only: with a batch (B, T, d), {error}"
+        reason += "; .T swaps all axes (use swapaxes(-1, -2)), and a sum needs axis=-1, keepdims=True"
+        apply_if(inputs[0].ndim > 2 and len({len(x) for x in inputs}) == 1, reason)
         batch = tuple(rng.standard_normal((3, *x.shape[1:])) for x in inputs)
         y, alone = c(*batch), [c(*(x[i : i + 1] for x in batch))[0] for i in range(3)]
     for i, expected in enumerate(alone):
@@ -351,7 +356,14 @@ def check_norms(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
     same = run("v", np.ones_like) if c.module is None else run("v", lambda array: np.full_like(array, array.ndim == 1))
     apply_if(is_equal(same, np.broadcast_to(same[..., :1, :], same.shape)) and same.any(), "weights do not sum to 1")
+    unused = [name for name in "qk" if is_equal(run(name, lambda array: 0.5 - array[..., ::-1]), y, 1e-3)]
+    apply_if(not unused, f"the result does not depend on {' and '.join(unused)}")
     normalised = [name for name in "qk" if is_equal(run(name, lambda array: 10 * array), y, 1e-3)]
+    # A quotient of sums, as in linear attention, cancels one factor of all keys, but not a factor of each.
+    if c.module is None and facts.see.shape[-1] > 1:
+        factors = 2.0 + np.arange(moved[1].shape[-2])[:, None]
+        is_quotient = "k" in normalised and not is_equal(run("k", lambda array: factors * array), y, 1e-3)
+        apply_if(not is_quotient, "its weights are a quotient that cancels a factor of all keys")
     text = f"{' and '.join(normalised)} times 10 changes nothing"
     require(len(normalised) != 1, text, f"only {'queries' if 'q' in normalised else 'keys'} are normalised, not both")
     return "queries and keys are normalised" if normalised else "neither queries nor keys are normalised"
@@ -369,6 +381,9 @@ def check_chunking(c: Candidate, inputs: Inputs, facts: Facts) -> str:
             y = c(last, k, v)
         except CandidateError as error:
             raise NotApplicableError(f"it takes as many queries as keys only: {error}") from None
+        if y.shape[-2] != t:
+            cause = "the number of rows is taken from k or v: it is that of q"
+            raise BrokenError(f"the last {t} of {n} queries give {y.shape[-2]} rows", cause)
         if not is_equal(y, whole[..., n - t :, :]):
             see = measure_influence(c, (last, k, v), facts.seed) > CLOSE
             corner = facts.is_causal and not np.triu(see, 1).any()
@@ -508,6 +523,14 @@ def check_overflow(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """Large scores give finite numbers."""
     y = c(*(x * 300.0 if i < 2 else x for i, x in enumerate(inputs)))
     cause = "exp overflows: the largest score of each row is not subtracted before it"
+    if facts.match.claim == "softmax":
+        cause = "exp overflows, or a sum of weights is 0: see softmax"
+    elif not np.isfinite(y).all() and not c.takes_rows:
+        q, k, v = (x * 300.0 if i < 2 else x for i, x in enumerate(inputs))
+        with contextlib.suppress(CandidateError):  # it takes as many queries as keys only
+            if all(np.isfinite(c(q[..., i : i + 1, :], k, v)).all() for i in range(q.shape[-2])):
+                cause = "a row is not finite beside other rows, and finite alone: the largest score, or the sum, is "
+                cause += "that of other rows too (the axis is -1, with keepdims=True)"
     require(np.isfinite(y).all(), "with queries and keys times 300 the result is not finite", cause)
     return "with queries and keys times 300 the result is finite"
 
@@ -536,10 +559,13 @@ def check_shift(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 def check_window(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """As many keys as the window that it has."""
     window = c.find_number("window", "window_size", "sliding_window")
-    n, m = facts.see.shape
+    see = measure_influence(c, inputs, facts.seed) > CLOSE
+    n, m = see.shape
+    found = int((np.arange(m - n, m)[:, None] - np.arange(m))[see].max(initial=-1)) + 1
+    text = f"it sees the last {found} keys, and no option window, window_size or sliding_window says how many it should"
+    apply_if(window is not None or not facts.is_causal or found in (0, 1, m), text)
     if window is None or not facts.is_causal or window >= m:
         raise NotApplicableError("it has no window shorter than the input")
-    found = int((np.arange(m - n, m)[:, None] - np.arange(m))[facts.see].max()) + 1
     cause = "the window is off by one" if abs(found - window) == 1 else "the window is ignored"
     require(found == window, f"the window is {window}, but a query sees the last {found} keys", cause)
     return f"a query sees the last {window} keys, itself included"

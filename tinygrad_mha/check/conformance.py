@@ -64,14 +64,14 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
     name = name_subject(candidate)
     try:
         c = Candidate(candidate, inputs, seed, causal)
-        return Verdict(name, list(judge(c, causal, seed)))
+        facts = Facts(seed, causal, np.ones((1, 1), dtype=bool))
+        return Verdict(name, list(judge(c, facts)), caveat=describe_unknown(c, facts))
     except (CandidateError, TimeLimitError) as error:
         return Verdict(name, problem=str(error))
 
 
-def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
-    """Try all claims."""
-    facts = Facts(seed, causal, np.ones((1, 1), dtype=bool))
+def judge(c: Candidate, facts: Facts) -> Iterator[Finding]:
+    """Try all claims, and enter what is found about all in `facts`."""
     finding = try_claim(check_determinism, c, facts)
     yield finding
     if finding.status == "failed":
@@ -83,11 +83,12 @@ def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
             f"it returned nan or infinity for small inputs, in row {rows} of 0 to {y.shape[-2] - 1}: does the mask "
             "hide every key of such a query, its own too, or is -inf multiplied by 0?"
         )
-    facts.see = measure_influence(c, c.inputs, seed) > CLOSE
+    facts.see = measure_influence(c, c.inputs, facts.seed) > CLOSE
     causality = try_claim(check_causality, c, facts)
     facts.is_causal = facts.stated = causality.status != "does not apply"
     facts.leaks = causality.status == "failed"
-    facts.match = Reference(c).identify(c.inputs, facts.see)
+    if facts.see.sum(axis=-1).max() > 1:  # a single key has the weight 1 in every formula
+        facts.match = Reference(c).identify(c.inputs, facts.see)
     by_formula = list(compare_formula(c, facts))
     known = [finding for finding in by_formula if finding.status == "failed"]
     yield from known  # a fault that is known to the digit explains what else failed
@@ -100,6 +101,18 @@ def judge(c: Candidate, causal: bool | None, seed: int) -> Iterator[Finding]:
     if c.printed:
         text = f"it prints while it runs, which is not shown; the first line is {c.printed.splitlines()[0]!r}"
         yield Finding("output", "does not apply", text)
+
+
+def describe_unknown(c: Candidate, facts: Facts) -> str:
+    """That its formula is none that this check knows, and what of it can be told; "" if it is known."""
+    if facts.match.formula is not None or not Reference(c).is_known:
+        return ""
+    text = "its formula is none that this check knows"
+    if c.module is None:
+        q, k, v = c.inputs
+        sums = c(q, k, np.ones_like(v))
+        text += "" if is_equal(sums, np.ones_like(sums)) else " (weights do not sum to 1)"
+    return text
 
 
 def try_claim(check: Check, c: Candidate, facts: Facts, name: str = "") -> Finding:
@@ -136,6 +149,7 @@ def compare_formula(c: Candidate, facts: Facts) -> Iterator[Finding]:
             yield try_claim(check_match, c, facts, name)
         elif match.formula is None:
             reason = "neither softmax(Q K^T / sqrt(d_k)) V nor one of its known faults: no formula to compare with"
+            reason = reason if facts.see.sum(axis=-1).max() > 1 else "no row depends on more than one key"
             yield Finding(name, "does not apply", reason)
         else:
             heads = f" in {match.formula.n_head} heads" if match.formula.n_head > 1 else ""
@@ -171,5 +185,6 @@ def simplify(inputs: Inputs, has_free_width: bool) -> Iterator[Inputs]:
         yield tuple(x[..., :width] for x in inputs)
     for digits in (0, 1):
         rounded = tuple(np.round(x, digits) + 0.0 for x in inputs)  # no -0.0
-        if not all(map(np.array_equal, inputs, rounded)):
+        has_zeros = any((x == 0).all(axis=-1).any() for x in rounded)  # whose scores show nothing
+        if not has_zeros and not all(map(np.array_equal, inputs, rounded)):
             yield rounded

@@ -54,6 +54,9 @@ class Dependencies:
     limit: float
     paths: dict[tuple[int, int], str] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        raise TypeError("dependencies are neither true nor false: use .assert_causal(), or .leaks, which lists pairs")
+
     @property
     def leaks(self) -> list[tuple[int, int]]:
         """The pairs (out, in) with in > out: rows that depend on a later one."""

@@ -5,7 +5,8 @@ Axes: H heads, G heads of keys and values, T_q queries, T_k keys, d width of a h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -173,6 +174,41 @@ def softmax_over_heads(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
     return softmax(scores, axis=-3) * see
 
 
+# Of a softmax with a fault, in words: what is subtracted from the scores, and what the weights are divided by.
+TOPS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    "": lambda scores, see: 0.0,
+    "largest score of each row": lambda scores, see: scores.max(-1, keepdims=True, where=see, initial=-np.inf),
+    "largest score of each row, hidden ones included,": lambda scores, see: scores.max(-1, keepdims=True),
+    "largest of all scores": lambda scores, see: scores.max((-2, -1), keepdims=True, where=see, initial=-np.inf),
+    "largest score of each column": lambda scores, see: scores.max(-2, keepdims=True, where=see, initial=-np.inf),
+    "largest score of another row": lambda scores, see: scores.max(-1, keepdims=True, where=see, initial=-np.inf).mT,
+}
+SUMS: dict[str, Callable[[np.ndarray], Any]] = {
+    "the weights are not divided by their sum": lambda e: 1.0,
+    "the sum of the weights lacks keepdims=True: each weight is divided by the sum of another row": lambda e: (
+        e.sum(-1, keepdims=True).mT
+    ),
+    "the weights are divided by their sum over the queries (axis -2), not over the keys: wrong axis": lambda e: e.sum(
+        -2, keepdims=True
+    ),
+    "the weights are divided by the sum of all weights, not of their row": lambda e: e.sum((-2, -1), keepdims=True),
+    "": lambda e: e.sum(-1, keepdims=True),
+}
+
+
+def list_normalisations() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A softmax that subtracts another number from the scores, or divides by another sum, than it should."""
+    for (top, subtracted), (cause, divisor) in itertools.product(TOPS.items(), SUMS.items()):
+
+        def weigh(scores: np.ndarray, see: np.ndarray, subtracted: Any = subtracted, divisor: Any = divisor) -> Any:
+            e = np.exp(scores - subtracted(scores, see)) * see
+            return e / divisor(e)
+
+        if cause or top.endswith(("column", "another row")):
+            text = cause or f"the {top} is subtracted, not that of its own (max of axis -1 with keepdims=True)"
+            yield text, {"weigh": weigh}
+
+
 def add_to_weights(constant: float) -> Callable[..., np.ndarray]:
     return lambda scores, see: softmax(scores) - constant * ~see
 
@@ -236,7 +272,8 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see), see)}),
         ("the softmax is applied twice", {"weigh": lambda s, see: softmax(softmax(s, see))}),
         ("the weights are the logarithm of the softmax", {"weigh": lambda s, see: np.log(softmax(s, see))}),
-        ("the weights are not divided by their sum", {"weigh": lambda s, see: np.exp(s) * see}),
+        *list_normalisations(),
+        ("there is no softmax: the scores themselves are the weights", {"weigh": lambda s, see: s * see}),
         ("hidden scores are set to 0, a score like any other, not to -inf", {"weigh": lambda s, see: softmax(s * see)}),
     ],
     "roles": [

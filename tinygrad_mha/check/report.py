@@ -82,11 +82,16 @@ class GradcheckReport:
         function: the name of the function or module.
         entries: one entry per input and parameter, and per order.
         problem: why nothing could be checked, or "".
+
+    `bool(report)` is `report.ok`.
     """
 
     function: str
     entries: list[Entry] = field(default_factory=list)
     problem: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def ok(self) -> bool:

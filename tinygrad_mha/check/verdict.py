@@ -51,6 +51,9 @@ class Verdict:
         subject: the name of what was checked.
         findings: one for each claim.
         problem: why the subject could not be run, or "".
+        caveat: what a verdict without a failure does not show, or "".
+
+    `bool(verdict)` is `verdict.ok`.
 
     Example:
         >>> print(Verdict("mine", [Finding("scale", "failed", "scores are 2.6 times too large", "no 1/sqrt(d_k)")]))
@@ -62,6 +65,10 @@ class Verdict:
     subject: str
     findings: list[Finding] = field(default_factory=list)
     problem: str = ""
+    caveat: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok  # so that `assert check.attention(f)` means what it says
 
     @property
     def failed(self) -> list[Finding]:
@@ -77,6 +84,11 @@ class Verdict:
     def status(self) -> str:
         """`passed`, `failed` or `could not be run`."""
         return "could not be run" if self.problem else "failed" if self.failed else "passed"
+
+    @property
+    def summary(self) -> str:
+        """The status, of a verdict with a caveat `passed what applies; ...`."""
+        return f"passed what applies; {self.caveat}" if self.caveat and self.ok else self.status
 
     @property
     def exit_code(self) -> int:
@@ -96,6 +108,7 @@ class Verdict:
         """Plain Python data, ready for JSON: arrays are lists; nan and infinities are strings."""
         findings = [as_plain_data(vars(finding)) for finding in self.findings]
         facts = {"subject": self.subject, "status": self.status, "ok": self.ok, "problem": self.problem}
+        facts["caveat"] = self.caveat
         return facts | {"findings": findings}
 
     def __repr__(self) -> str:
@@ -104,7 +117,7 @@ class Verdict:
     def __str__(self) -> str:
         width = get_width()
         names = ", ".join(dict.fromkeys(finding.name for finding in self.failed))
-        lines = [f"{self.subject}: {self.status}"]
+        lines = textwrap.wrap(f"{self.subject}: {self.summary}", width, subsequent_indent="  ")
         if self.problem:
             lines += textwrap.wrap(self.problem, width, initial_indent="  ", subsequent_indent="  ")
         elif names:
@@ -134,7 +147,7 @@ class Verdict:
                 parts = "\n".join(format_value(name, value, WIDTH) for name, value in finding.example.items())
                 text += f"<pre>{html.escape(parts)}</pre>"
             rows.append((html.escape(self._status_word(finding)), html.escape(finding.name), text))
-        title = f"{self.subject}: {self.status}. {self.problem}" if self.problem else f"{self.subject}: {self.status}"
+        title = f"{self.subject}: {self.summary}" + (f". {self.problem}" if self.problem else "")
         return make_table(title, rows)
 
     @staticmethod
