@@ -1,12 +1,13 @@
 """Which font draws Chinese text in plots, and in graphs that are PNG or PDF.
 
 Windows and macOS have one; small Linux machines have no font at all. On Linux, the extras `plot` and `render` install
-the package pylopdf-fonts-zh-cn (17 MB), which contains Noto Sans SC. Graphs take its Latin letters, too, where there is
-no other font.
+the package pylopdf-fonts-zh-cn (17 MB), which contains Noto Sans SC. Where there is no other font, graphs take Latin
+letters and symbols from DejaVu Sans, which matplotlib contains, or from Noto Sans SC.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,7 +16,15 @@ import warnings
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-__all__ = ["CHINESE_FONTS", "chinese_font", "has_chinese", "lacks_chinese", "make_fontconfig", "warn_of_boxes"]
+__all__ = [
+    "CHINESE_FONTS",
+    "chinese_font",
+    "has_chinese",
+    "lacks_chinese",
+    "make_fontconfig",
+    "symbol_fonts",
+    "warn_of_boxes",
+]
 
 CHINESE_FONTS = """Noto Sans CJK SC,Noto Sans SC,Source Han Sans SC,PingFang SC,Hiragino Sans GB,Microsoft YaHei,SimHei,
     WenQuanYi Micro Hei,WenQuanYi Zen Hei,Noto Sans CJK JP,Noto Sans CJK TC,Droid Sans Fallback,Arial Unicode MS"""
@@ -24,10 +33,15 @@ SETTINGS = """<?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig>
   <include ignore_missing="yes">fonts.conf</include>
-  <dir>{folder}</dir>
-  <selectfont><rejectfont><glob>{folder}/*Serif*</glob></rejectfont></selectfont>
+{folders}
 </fontconfig>
 """
+
+
+FOLDER = """\
+  <dir>{folder}</dir>
+  <selectfont><rejectfont><glob>{folder}/*</glob></rejectfont></selectfont>
+  <selectfont><acceptfont><glob>{folder}/{family}</glob></acceptfont></selectfont>"""
 
 
 def has_chinese(text: str) -> bool:
@@ -44,6 +58,12 @@ def chinese_font() -> Path | None:
     return Path(sans_path())
 
 
+def symbol_fonts() -> Path | None:
+    """The folder of DejaVu Sans in matplotlib, which has symbols that Noto Sans SC lacks: ᵀ, say; None without it."""
+    spec = importlib.util.find_spec("matplotlib")
+    return Path(spec.origin).parent / "mpl-data/fonts/ttf" if spec and spec.origin else None
+
+
 def warn_of_boxes(stacklevel: int) -> None:
     """Say that Chinese text becomes boxes, and what to install."""
     warnings.warn(
@@ -54,7 +74,7 @@ def warn_of_boxes(stacklevel: int) -> None:
 
 
 def make_fontconfig(folder: Path) -> dict[str, str] | None:
-    """The environment in which programs that use fontconfig find the fonts of the system and `chinese_font()`.
+    """The environment in which programs that use fontconfig find the fonts of the system and those of packages.
 
     Its settings are written into `folder`. None, the environment as it is: without that font, on systems that have one,
     and where FONTCONFIG_FILE names settings of the user's own.
@@ -63,7 +83,9 @@ def make_fontconfig(folder: Path) -> dict[str, str] | None:
     if font is None or sys.platform != "linux" or "FONTCONFIG_FILE" in os.environ:
         return None
     file = folder / "with_chinese.conf"
-    file.write_text(SETTINGS.format(folder=escape(str(font.parent))), encoding="utf-8")
+    found = {"NotoSansSC*": font.parent, "DejaVuSans*": symbol_fonts()}
+    folders = [FOLDER.format(folder=escape(str(path)), family=family) for family, path in found.items() if path]
+    file.write_text(SETTINGS.format(folders="\n".join(folders)), encoding="utf-8")
     return {**os.environ, "FONTCONFIG_FILE": str(file)}
 
 
