@@ -240,6 +240,16 @@ def test_a_softmax_is_attention_only_where_a_module_or_primitive_says_so():
     assert (fused.kind, fused.value.palette) == ("attention", "attention")
 
 
+def test_queries_keys_and_values_of_a_function_are_inputs():
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        tg.Tensor(rng.standard_normal((3, n)), requires_grad=True, name=name) for n, name in zip((5, 5, 7), "qkv")
+    )
+    scores = ops.where(np.tri(3, dtype=bool), q @ k.mT / 5**0.5, -np.inf)
+    assert {kinds(tg.graph(scores.softmax() @ v))[name] for name in "qkv"} == {"input"}
+    assert kinds(tg.graph((q @ k.mT).softmax()))["k"] == "parameter"  # the output layer of a classifier
+
+
 def test_slices_of_a_parameter_are_drawn_as_the_matrices_of_the_heads():
     shown = boxes(tg.graph(swept(nn.MultiHeadAttention(5, 2, d_k=7, d_v=11, rng=0).per_head(np.ones((3, 5))))))
     assert {"W_Q1", "W_Q2", "W_K1", "W_K2", "W_V1", "W_V2"} < set(shown)

@@ -455,10 +455,12 @@ def run_model(args: argparse.Namespace) -> Tensor:
 
 def call_function(f: Callable[..., Any], args: argparse.Namespace) -> Any:
     """Call a user's function; with --backward, propagate a random gradient from its result."""
-    takes_inputs = bool(inspect.signature(getattr(f, "forward", f)).parameters)
-    inputs = make_inputs(f, args) if args.shape or takes_inputs else []
-    floating = [isinstance(x, np.ndarray) and x.dtype.kind == "f" for x in inputs]
-    y = f(*(Tensor(x, requires_grad=True) if yes else x for x, yes in zip(inputs, floating, strict=True)))
+    names = list(inspect.signature(getattr(f, "forward", f)).parameters)
+    inputs = make_inputs(f, args) if args.shape or names else []
+    for i, (x, name) in enumerate(zip(inputs, names, strict=False)):
+        if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+            inputs[i] = Tensor(x, requires_grad=True, name=name)
+    y = f(*inputs)
     if args.backward and isinstance(y, Tensor) and y.requires_grad and y.size != 1:
         y.backward(np.random.default_rng(args.seed).standard_normal(y.shape))
     return y

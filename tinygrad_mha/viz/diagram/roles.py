@@ -1,8 +1,8 @@
 """What each value is: input, parameter, attention weights, output, gradient.
 
 A leaf that a module owns is a parameter. For other leaves `requires_grad` decides, and the roles that primitives
-declare for their arguments: in `x @ w`, x is the data and w the weight. Whether a slice
-has a name matters (W_Q1 is a parameter, `w[0]` is not); what the name is does not.
+declare for their arguments: in `x @ w`, x is the data and w the weight, but in `softmax(q @ k.mT) @ v` all three are
+data. Whether a slice has a name matters (W_Q1 is a parameter, `w[0]` is not); what the name is does not.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def decide_kind(run: Run, value: Value, owned: Container[Value], frame_of: dict[
 def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
     """Whether a leaf is a parameter, as far as its uses tell.
 
-    It must require grad. A leaf that a primitive takes as its weight or bias is a parameter. A leaf that is the data of
-    a product is an input, and so is one that was handed to a living module. Of the others, those are parameters that
+    It must require grad. A key or value of an attention is an input. A leaf that a primitive takes as its weight or bias
+    is a parameter. A leaf that is the data of a product is an input, and so is one that was handed to a living module. Of the others, those are parameters that
     are combined element by element with a value that does not depend on them.
     """
     if leaf.op is not None or not leaf.requires_grad:
         return False
     uses = find_uses(run, leaf)
+    if any(user.has_kind("product") and is_step_of_attention(run, user) for _, user in uses):
+        return False
     if any(used is leaf and weight_role(used, user) for used, user in uses):
         return True
     if any(user.has_kind("product", "attention") and user.inputs[0] is used for used, user in uses):
@@ -54,6 +56,20 @@ def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
         return False
     dependents = find_dependents(run, leaf)
     return any(user.has_kind(*ELEMENTWISE) and not dependents.issuperset(user.sources) for _, user in uses)
+
+
+def is_step_of_attention(run: Run, product: Value) -> bool:
+    """Whether a product is the scores or the result of softmax(q @ k.mT) @ v, with scales and masks between."""
+    if product.sources[0].has_kind("distribution"):
+        return True
+    stack = [product]
+    while stack:
+        for user in run.users[stack.pop()]:
+            if user.has_kind("distribution"):
+                return any(next_user.has_kind("product") for next_user in run.users[user])
+            if user.array.shape == product.array.shape and not user.has_kind("product"):
+                stack.append(user)
+    return False
 
 
 def find_dependents(run: Run, leaf: Value) -> set[Value]:
