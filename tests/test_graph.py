@@ -242,9 +242,7 @@ def test_a_softmax_is_attention_only_where_a_module_or_primitive_says_so():
 
 def test_queries_keys_and_values_of_a_function_are_inputs():
     rng = np.random.default_rng(0)
-    q, k, v = (
-        tg.Tensor(rng.standard_normal((3, n)), requires_grad=True, name=name) for n, name in zip((5, 5, 7), "qkv")
-    )
+    q, k, v = (tg.Tensor(rng.standard_normal((3, 5)), requires_grad=True, name=name) for name in "qkv")
     scores = ops.where(np.tri(3, dtype=bool), q @ k.mT / 5**0.5, -np.inf)
     assert {kinds(tg.graph(scores.softmax() @ v))[name] for name in "qkv"} == {"input"}
     assert kinds(tg.graph((q @ k.mT).softmax()))["k"] == "parameter"  # the output layer of a classifier

@@ -37,9 +37,10 @@ def decide_kind(run: Run, value: Value, owned: Container[Value], frame_of: dict[
 def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
     """Whether a leaf is a parameter, as far as its uses tell.
 
-    It must require grad. A key or value of an attention is an input. A leaf that a primitive takes as its weight or bias
-    is a parameter. A leaf that is the data of a product is an input, and so is one that was handed to a living module. Of the others, those are parameters that
-    are combined element by element with a value that does not depend on them.
+    It must require grad. A key or value of an attention is an input. A leaf that a primitive takes as its weight or
+    bias is a parameter. A leaf that is the data of a product is an input, and so is one that was handed to a living
+    module. Of the others, those are parameters that are combined element by element with a value that does not depend
+    on them.
     """
     if leaf.op is not None or not leaf.requires_grad:
         return False
