@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import warnings
@@ -58,7 +59,8 @@ def test_train_prints_its_result_and_the_next_command(text, tmp_path, capsys):
 
 def test_train_accepts_the_configuration_of_a_run_its_state_and_a_file(text, run, tmp_path, capsys):
     (tmp_path / "options.json").write_text(json.dumps({"n_layer": 1, "n_embd": 8, "n_head": 2, "block_size": 8}))
-    for i, config in enumerate([run, run / "step-5" / "state.json", tmp_path / "options.json"]):
+    configs = [run, run / "step-5" / "state.json", tmp_path / "options.json", run / "step-5"]
+    for i, config in enumerate(configs):
         call = ["train", "--text", str(text), "--out", str(tmp_path / str(i)), "--steps", "2", "--quiet"]
         assert main([*call, "--config", str(config), "--set", "batch_size=2", "eval_batches=1"]) == 0
     logs = [(tmp_path / str(i) / "log.csv").read_text() for i in (0, 1)]
@@ -69,6 +71,7 @@ def test_train_accepts_the_configuration_of_a_run_its_state_and_a_file(text, run
 
 def test_a_configuration_that_cannot_be_read_is_refused_before_the_folder_is_made(tmp_path, capsys):
     out = tmp_path / "new"
+    (tmp_path / "empty").mkdir()
     for name, content, message in [
         ("nothing", None, "must be tiny, cpu, finetune, a JSON file, or the folder of a run, got"),
         ("typo.json", '{"n_layr": 1}', "did you mean 'n_layer'?"),
@@ -79,7 +82,7 @@ def test_a_configuration_that_cannot_be_read_is_refused_before_the_folder_is_mad
         if content is not None:
             (tmp_path / name).write_text(content)
         assert message in refused(capsys, "train", "--config", tmp_path / name, "--out", out)
-    assert "contains no run" in refused(capsys, "train", "--config", tmp_path, "--out", out)
+    assert "contains no run" in refused(capsys, "train", "--config", tmp_path / "empty", "--out", out)
     assert not out.exists()
 
 
@@ -161,7 +164,7 @@ def test_generate_refuses_invalid_arguments(run, tmp_path, capsys):
     refused(capsys, "generate", tmp_path)
     assert "'%' (U+0025) at position 3" in refused(capsys, "generate", run, "--prompt", "fox%")
     refused(capsys, "generate", run, "--prompt", "")
-    assert "top_k" in refused(capsys, "generate", run, "--top-k", "-1")
+    assert "--top-k must be" in refused(capsys, "generate", run, "--top-k", "-1")
     assert "temperature" in refused(capsys, "generate", run, "--temperature", "-1")
 
 
@@ -366,7 +369,8 @@ def test_the_encoding_of_standard_output_is_kept(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream)
     cli.prepare_streams()
     print("注意", flush=True)
-    assert stream.buffer.getvalue() == b"??\n"
+    print("−0.54", flush=True)
+    assert stream.buffer.getvalue() == b"??\n-0.54\n"
 
 
 # ------------------------------------------------------------------------------------------------------------ examples
@@ -410,3 +414,96 @@ def test_a_warning_is_one_line_without_code(monkeypatch, capsys):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     main([])
     assert warnings.formatwarning("no font", UserWarning, "cli.py", 3) == "tinygrad-mha: warning: no font\n"
+
+
+# ------------------------------------------------------------------------------------- what is typed for the first time
+
+
+def test_resume_starts_a_run_only_if_told_what_to_train(text, tmp_path, capsys):
+    out = tmp_path / "typo"
+    assert f"{out} contains no run to resume: name the folder of a run" in refused(
+        capsys, "train", "--resume", "--out", out
+    )
+    assert not out.exists()
+    assert main(["train", "--resume", "--out", str(out), "--text", str(text), "--steps", "1", *SMALL]) == 0
+    assert f"note: {out} contains no run: a new one starts" in capsys.readouterr().err
+
+
+def test_a_run_without_a_text_says_what_it_reads_and_a_finished_one_that_it_is(tmp_path, capsys):
+    call = ["train", "--out", str(tmp_path / "my run"), "--steps", "1", *SMALL]
+    assert main(call) == 0
+    said = capsys.readouterr()
+    assert "the text is Python's language reference" in said.err
+    assert f"next: tinygrad-mha generate '{tmp_path / 'my run'}'" in said.out
+    assert "continue it with --resume, or choose another folder with --out" in refused(capsys, *call)
+    assert main([*call, "--resume", "--quiet"]) == 0
+    assert "give a higher --steps to go on: already finished at step 1" in capsys.readouterr().out
+
+
+def test_generate_says_once_that_the_context_slides(run, capsys):
+    assert main(["generate", str(run), "--prompt", "the ", "-n", "30", "--temperature", "0", "--stats"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("exceed the context") == 1
+    assert "ContextFullWarning" not in said
+
+
+def test_the_examples_with_a_file_accept_the_function_of_the_help(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(cli.OWN_FILE.partition("such as:")[2].replace("\n    ", "\n"))
+    examples = [
+        line.split()[1:]
+        for run in (cli.run_graph, cli.run_gradcheck, cli.run_check)
+        for line in run.__doc__.splitlines()
+        if "model.py" in line
+    ]
+    assert len(examples) == 4
+    for example in examples:
+        more = ["-o", "x.dot"] if example[0] == "graph" else []
+        assert main([*example, *more]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ["graph", "gradcheck", "check"])
+def test_a_wrong_number_of_shapes_names_the_inputs(command, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(q, k, v): return q @ k.mT @ v")
+    said = refused(capsys, command, f"{file}:f", "--shape", "7x11")
+    assert "give one shape for each of q, k, v, such as --shape 7x11 7x11 7x11" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["genrate"], "did you mean generate?"),
+        (["generate", "--promt", "a"], "did you mean --prompt?"),
+        (["generate", "—temperature", "0"], "'—temperature' has another sign than the plain '--temperature'"),
+        (["train", "--out", ""], "expected the name of a file or folder"),
+        (["generate", __file__], "expected a folder"),
+    ],
+    ids=str,
+)
+def test_what_is_mistyped_is_named(command, reason, capsys):
+    with pytest.raises(SystemExit):
+        main(command)
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["check", "mine.py：f"], "than the plain 'mine.py:f'"),
+        (["generate", "-n", "999", "--on-full", "error"], "lower --max-new-tokens, or pass --on-full slide"),
+        (["generate", "--prompt", "床前"], "writes English only"),
+        (["show", "The cat", "--layer", "9", "--model"], "--layer must be from 0 to 3, got 9"),
+        (["walkthrough", "the cat", "-o", "."], "expected -o PAGE.html, got '.'"),
+        (["train", "--quiet", "--json"], "not both"),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_options_and_what_to_do(command, reason, capsys):
+    assert reason in refused(capsys, *command)
+
+
+def test_a_port_that_is_taken_is_named(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} is in use: give another --port" in refused(capsys, "lab", "--port", port)

@@ -275,7 +275,7 @@ def test_the_command_trains_on_two_ranks_and_shows_one(tmp_path):
     assert result.stderr.count("workers: 1, ranks: 2") == 1
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode != 0
-    assert again.stderr.count("contains a run already, at step-3: resume it, or choose another folder") == 1
+    assert again.stderr.count("contains a run already, at step-3: continue it with --resume") == 1
 
 
 @mpi

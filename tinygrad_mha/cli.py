@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codecs
+import difflib
+import errno
 import inspect
 import io
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -19,7 +24,7 @@ import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -46,11 +51,26 @@ __all__ = ["main", "make_parser"]
 OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
 MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
 
+MINUS = "−"
 MOST_CHARACTERS = 2000  # of a message
+MOST_COLUMNS = 118  # of the prose in a help
 MOST_WORDS = 500
 MOST_HEADS = 64
 MOST_WIDTH = 1024
 MOST_ELEMENTS = 10_000_000  # of an input
+
+BEGIN = """Begin with `tinygrad-mha demo`.
+`tinygrad-mha COMMAND --help` has examples of each command.
+
+Examples:
+  tinygrad-mha demo
+  tinygrad-mha show "the cat sat"
+  tinygrad-mha train"""
+
+OWN_FILE = """model.py is a file of yours, such as:
+
+    def attention(q, k, v):
+        return (q @ k.mT / k.shape[-1] ** 0.5).softmax() @ v"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,10 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     An exception becomes one line on standard error; --debug shows its traceback too.
     """
     prepare_streams()
+    argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # with the usage of the command, not that of tinygrad-mha
-        getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        message = f"unrecognized arguments: {' '.join(unknown)}{hint_signs(argv)}"
+        getattr(args, "parser", parser).error(message)
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
@@ -71,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except KeyboardInterrupt:
+        with suppress(OSError):
+            print("tinygrad-mha: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head` has read enough
         discard(sys.stdout)
@@ -79,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):  # standard error may be closed
             if args.debug:
                 traceback.print_exc()
-            print(f"tinygrad-mha: {describe_error(error)}", file=sys.stderr)
+            print(f"tinygrad-mha: {describe_error(error, args)}{hint_signs(argv)}", file=sys.stderr)
         return 1 if isinstance(error, DivergedError) else 2
     finally:
         try:
@@ -90,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; `shtab` makes completions for a shell from it."""
-    parser = argparse.ArgumentParser(prog="tinygrad-mha", description=tg.__doc__)
+    format_help = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="tinygrad-mha", description=tg.__doc__, epilog=BEGIN, formatter_class=format_help)
     parser.add_argument("--version", action="version", version=f"%(prog)s {tg.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     adders = (
@@ -110,6 +135,27 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Parser(argparse.ArgumentParser):
+    """Adds the nearest command or option to the message about one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"arguments: (--[\w-]+)|COMMAND: invalid choice: '(.*?)'", message)
+        if wrong:
+            known = re.findall(r"--[a-z-]+|(?<=^    )[a-z]+", self.format_help(), re.MULTILINE)
+            nearest = difflib.get_close_matches(wrong[1] or wrong[2], known, 1)
+            message += f"; did you mean {nearest[0]}?" if nearest else ""
+        super().error(message)
+
+
+def hint_signs(argv: Sequence[str]) -> str:
+    """What to type instead of a long dash before an option, or of a full-width colon."""
+    for text in argv:
+        typed = re.sub(r"^[—–−－]+(?=[a-z]+)", "--", text).replace(".py：", ".py:")
+        if typed != text:
+            return f"; {text!r} has another sign than the plain {typed!r}"
+    return ""
+
+
 def discard(stream: Any) -> None:
     """Let what Python still writes to a stream at its exit lead nowhere."""
     with suppress(io.UnsupportedOperation):
@@ -117,17 +163,31 @@ def discard(stream: Any) -> None:
 
 
 def prepare_streams() -> None:
-    """Let standard output replace characters that it lacks, closed streams lead nowhere, and warnings be one line."""
+    """Print a warning as one line, lead closed streams nowhere, and replace characters that an encoding lacks.
+
+    The sign instead is ?, but a hyphen for the minus sign.
+    """
     warnings.formatwarning = lambda message, *_, **__: f"tinygrad-mha: warning: {message}\n"
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    codecs.register_error("replace_signs", replace_signs)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace_signs")
 
 
-def describe_error(error: Exception) -> str:
-    """One line about an error: its message, with the path of an OSError, or its type where the message lacks sense."""
+def replace_signs(error: UnicodeError) -> tuple[str, int]:
+    """What is written instead of the characters that cannot be encoded, and where to go on."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    return "".join("-" if sign == MINUS else "?" for sign in signs), error.end
+
+
+def describe_error(error: Exception, args: argparse.Namespace) -> str:
+    """One line about an error: its message, with the path of an OSError, or its type where the message lacks sense.
+
+    Arguments of Python are named as the options of the command: on_full="slide" is --on-full slide.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -135,16 +195,24 @@ def describe_error(error: Exception) -> str:
         text = f"not enough memory: {text or 'choose smaller sizes'}"
     elif not text or not isinstance(error, (ValueError, TypeError, ImportError, OSError, RuntimeError)):
         text = f"{type(error).__name__}: {text}"
+    for name in vars(args):
+        if "_" in name:
+            option = f"--{name.replace('_', '-')}"
+            text = re.sub(rf'\b{name}="(\w+)"', rf"{option} \1", text)
+            text = re.sub(rf"\b{name}\b", option, text)
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
 
 
-def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int], epilog: str = "") -> Callable[..., Any]:
     """Add the command `run_NAME`, whose docstring is its help. Returns the function that adds an option to it."""
     text = inspect.getdoc(run) or ""
+    width = min(shutil.get_terminal_size().columns - 2, MOST_COLUMNS)
+    parts = [part if "\n  " in part else textwrap.fill(part, width) for part in text.split("\n\n")]
     parser = commands.add_parser(
         run.__name__.removeprefix("run_"),
         help=text.partition("\n")[0].rstrip("."),
-        description=text,
+        description="\n\n".join(parts),
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run, parser=parser)
@@ -167,13 +235,27 @@ def positive(text: str) -> int:
     return number
 
 
+def file_path(text: str) -> Path:
+    """The path of a file or folder, as the type of an option."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file or folder, got an empty text")
+    return Path(text)
+
+
+def folder_path(text: str) -> Path:
+    """The path of a folder, which may be new, as the type of an option."""
+    if file_path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a folder, {text!r} is a file")
+    return Path(text)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # demo
 
 
 def add_demo(commands: Any) -> None:
     option = add_command(commands, run_demo)
-    option("--out", type=Path, default=Path("tinygrad-mha-demo"), metavar="DIR", help="default: %(default)s")
+    option("--out", type=folder_path, default=Path("tinygrad-mha-demo"), metavar="DIR", help="default: %(default)s")
     option("--steps", type=natural, default=STEPS, help="training steps (default: %(default)s)")
 
 
@@ -198,11 +280,14 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def add_train(commands: Any) -> None:
     option = add_command(commands, run_train)
-    option("--text", type=Path, metavar="FILE", help="UTF-8 text; default: Python's language reference")
+    option("--text", type=file_path, metavar="FILE", help="UTF-8 text; default: Python's language reference")
     text = "folder for checkpoints, log and samples (default: %(default)s)"
-    option("--out", type=Path, default=Path("run"), metavar="DIR", help=text)
+    option("--out", type=folder_path, default=Path("run"), metavar="DIR", help=text)
     option(
-        "--init", type=Path, metavar="DIR", help="start with the model and tokenizer of a run or Hugging Face folder"
+        "--init",
+        type=folder_path,
+        metavar="DIR",
+        help="start with the model and tokenizer of a run or Hugging Face folder",
     )
     text = f"""one of {", ".join(PRESETS)}; a JSON file of options; or the folder of a run, for its configuration.
         Default: tiny, or with --init finetune; cpu is nanoGPT's configuration for a CPU"""
@@ -211,10 +296,14 @@ def add_train(commands: Any) -> None:
     option("--seed", type=natural, help="of weights, data, dropout and samples (default 0)")
     text = f"any option of the configuration: {', '.join(list_option_names())}"
     option("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
-    option("--resume", action="store_true", help="continue the run in DIR, or start it")
+    option(
+        "--resume",
+        action="store_true",
+        help="continue the run in DIR; with --text, --init or --config, start it if there is none",
+    )
     option("--workers", type=positive, metavar="N", help="threads that share the rows of each batch (default 1)")
-    option("--quiet", action="store_true", help="print only the result")
-    option("--json", action="store_true", help="print one JSON object per event")
+    option("--quiet", action="store_true", help="print no progress, only the result and the next command")
+    option("--json", action="store_true", help="print one JSON object per event, and nothing else")
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -222,31 +311,65 @@ def run_train(args: argparse.Namespace) -> int:
 
     The tokens are the characters of the text. With --init a trained model is trained further, with its own tokenizer.
     Ctrl-C writes a checkpoint and stops; --resume continues from the latest checkpoint in --out, bit for bit as if the
-    run had not been interrupted. Started by `mpiexec -n N`, N processes share the rows of each batch.
+    run had not been interrupted (with the same --steps). Without a run there, --resume is an error, unless --text,
+    --init or --config says what to start. Started by `mpiexec -n N`, N processes share the rows of each batch.
+
+    novel.txt and letters.txt stand for texts of yours.
 
     Examples:
       tinygrad-mha train
-      tinygrad-mha train --text novel.txt --out novel --config cpu --set n_embd=96 dropout=0.1
-      tinygrad-mha train --out novel --resume
-      tinygrad-mha train --config novel --text letters.txt --out letters
+      tinygrad-mha train --resume --steps 900
+      tinygrad-mha train --config run --set dropout=0.1 --out again
+      tinygrad-mha train --text novel.txt --out novel --config cpu --set n_embd=96
       tinygrad-mha train --init novel --text letters.txt --out tuned
     """
+    if args.quiet and args.json:
+        raise ValueError("give --quiet or --json, not both")
     changes = dict(map(parse_setting, args.set))
     changes |= {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     show = "json" if args.json else "quiet" if args.quiet else "bar"
     with join_ranks() as ranks:
-        resumed = args.resume and find_latest(args.out) is not None
+        checkpoint = ranks.bcast(find_latest(args.out) if ranks.rank == 0 else None)
+        check_start(args, checkpoint)
+        resumed = checkpoint is not None
         config = read_config(args.config) if args.config else None if resumed or args.init else "tiny"
         model, tokenizer = (None, None) if resumed or args.init is None else open_model(args.init)
         given = {"resume": args.resume, "model": model, "tokenizer": tokenizer, "workers": args.workers, "show": show}
+        if show == "bar" and ranks.rank == 0 and not resumed:
+            tell_start(args)
         run = train(config, args.text, args.out, **given, **changes)
     if not args.json and ranks.rank == 0:
         losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
         state = "interrupted" if run.interrupted else "finished"
+        if checkpoint is not None and checkpoint.name == f"step-{run.step}" and not run.interrupted:
+            state = "give a higher --steps to go on: already finished"
         print(f"{state} at step {run.step}; validation loss {losses[-1]:.4f} (at first {losses[0]:.4f}); in {args.out}")
         print(run.workers.summary)
-        print(f"next: tinygrad-mha {'train --resume --out' if run.interrupted else 'generate'} {args.out}")
+        command = "train --resume --out" if run.interrupted else "generate"
+        print(f"next: tinygrad-mha {command} {shlex.quote(str(args.out))}")
     return 130 if run.interrupted else 0
+
+
+def check_start(args: argparse.Namespace, checkpoint: Path | None) -> None:
+    """Refuse a new run over another one, and --resume that neither finds a run nor is told what to start.
+
+    Raises:
+        ValueError: what to do.
+    """
+    if checkpoint is not None and not args.resume:
+        text = "continue it with --resume, or choose another folder with --out"
+        raise ValueError(f"{args.out} contains a run already, at {checkpoint.name}: {text}")
+    if checkpoint is None and args.resume and args.text is args.init is args.config is None:
+        text = "name the folder of a run with --out, or give --text FILE to start one"
+        raise ValueError(f"{args.out} contains no run to resume: {text}")
+
+
+def tell_start(args: argparse.Namespace) -> None:
+    """Note what a new run does that the options do not say."""
+    if args.resume:
+        print(f"note: {args.out} contains no run: a new one starts", file=sys.stderr)
+    if args.text is None:
+        print("note: no --text is given: the text is Python's language reference", file=sys.stderr)
 
 
 def read_config(name: str) -> TrainConfig | str:
@@ -258,7 +381,7 @@ def read_config(name: str) -> TrainConfig | str:
         return name
     path = Path(name)
     if path.is_dir():
-        checkpoint = find_latest(path)
+        checkpoint = path if (path / STATE).exists() else find_latest(path)
         if checkpoint is None:
             raise ValueError(f"--config {name}: the folder contains no run")
         path = checkpoint / STATE
@@ -290,7 +413,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def add_generate(commands: Any) -> None:
     option = add_command(commands, run_generate)
-    option("folder", type=Path, nargs="?", metavar="DIR", help="default: the small GPT of this package")
+    option("folder", type=folder_path, nargs="?", metavar="DIR", help="default: the small GPT of this package")
     option("--prompt", help="the text to continue; default: a line feed, or the first token of the vocabulary")
     option("--ids", nargs="+", type=int, metavar="ID", help="token ids to continue; then the output is ids too")
     option(
@@ -312,7 +435,8 @@ def run_generate(args: argparse.Namespace) -> int:
     """Continue a text with a trained model.
 
     DIR is the folder of a run of `tinygrad-mha train`, or a Hugging Face folder (with tokenizer files, or use --ids).
-    Without it a small GPT writes, which is part of this package and was trained on Python's language reference.
+    Without it a small GPT writes, which is part of this package and was trained on Python's language reference. In the
+    examples run is the folder of a run and gpt2 a Hugging Face folder.
 
     Examples:
       tinygrad-mha generate --prompt "The "
@@ -325,7 +449,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.ids is not None:
         prompt, tokenizer = np.array(args.ids), None
     else:
-        prompt = default_prompt(tokenizer) if args.prompt is None else tokenizer.encode(args.prompt)
+        prompt = default_prompt(tokenizer) if args.prompt is None else encode(tokenizer, args.prompt, args.folder)
     if tokenizer is None and args.stop:
         raise ValueError("--stop is text, but there is no tokenizer")
     if args.max_new_tokens is None:
@@ -346,7 +470,9 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.stats:
         seconds = time.perf_counter() - start
         counted = CountedModel(model)
-        generate(counted, prompt, count, temperature=0, eos=None, use_cache=not args.no_cache, on_full="slide")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ContextFullWarning)  # the note above says it
+            generate(counted, prompt, count, temperature=0, eos=None, use_cache=not args.no_cache, on_full="slide")
         way = "without" if args.no_cache else "with"
         speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s {way} the cache"
         print(f"{speed}; multiply-adds: {counted.multiply_adds:,}", file=sys.stderr)
@@ -359,6 +485,19 @@ def default_prompt(tokenizer: Tokenizer) -> np.ndarray:
         return tokenizer.encode("\n")
     except ValueError:
         return np.zeros(1, np.int64)
+
+
+def encode(tokenizer: Any, text: str, folder: Path | None) -> np.ndarray:
+    """The token ids of a text for the model of `open_model`."""
+    try:
+        return np.asarray(tokenizer.encode(text))
+    except ValueError as error:
+        if folder is not None and folder is not OUR_MODEL:
+            raise
+        advice = "train a model on a text of yours, with tinygrad-mha train --text FILE --out DIR, and give its DIR"
+        raise ValueError(
+            f"the GPT of this package writes English only: {text!r} has other characters; {advice}"
+        ) from error
 
 
 def open_model(folder: Path | None, with_tokenizer: bool = True) -> tuple[GPT, Any]:
@@ -385,18 +524,18 @@ def open_model(folder: Path | None, with_tokenizer: bool = True) -> tuple[GPT, A
 
 
 def add_graph(commands: Any) -> None:
-    option = add_command(commands, run_graph)
+    option = add_command(commands, run_graph, OWN_FILE)
     option("target", metavar="|".join(SUBJECTS) + "|FILE.py:NAME")
     option(
         "-o",
         "--out",
-        type=Path,
+        type=file_path,
         default=Path("graph.svg"),
         metavar="FILE",
         help=".svg .png .pdf .html or .dot; default: %(default)s",
     )
     option("--open", action="store_true", help="open the picture in a browser")
-    option("--model", type=Path, nargs="?", const=OUR_MODEL, metavar="DIR", help=f"for gpt: {MODEL_HELP}")
+    option("--model", type=folder_path, nargs="?", const=OUR_MODEL, metavar="DIR", help=f"for gpt: {MODEL_HELP}")
     option("--depth", type=natural, help="the number of open levels of modules (gpt: 1 unless given)")
     option("--no-values", action="store_true", help="names, shapes and formulas only")
     option("--backward", action="store_true", help="draw the computation of the gradients too")
@@ -416,7 +555,7 @@ def run_graph(args: argparse.Namespace) -> int:
       tinygrad-mha graph mha --open
       tinygrad-mha graph gpt --depth 2 -o gpt.png
       tinygrad-mha graph gpt --model -o trained.html
-      tinygrad-mha graph model.py:attention --shape 3x5 --backward
+      tinygrad-mha graph model.py:attention --shape 3x5 3x5 3x7 --backward
     """
     if args.model is not None and args.target != "gpt":
         raise ValueError(f"--model is for the target gpt, got {args.target!r}")
@@ -473,7 +612,7 @@ def add_sentence(option: Callable[..., Any]) -> None:
     option("--widths", metavar="5x7x11", help="d_model x d_k x d_v; default: 5x7x11")
     option("--no-mask", action="store_true", help="every token may attend to all others")
     option("--seed", type=natural, help="of the random weights (default 0)")
-    option("--model", type=Path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
+    option("--model", type=folder_path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
 
 
 def read_sentence(args: argparse.Namespace) -> tuple[MultiHeadAttention, np.ndarray, list[str]]:
@@ -505,7 +644,11 @@ def open_model_of_sentence(args: argparse.Namespace) -> tuple[GPT, Tokenizer]:
     given = [f"--{name}" for name in ("heads", "widths", "seed") if getattr(args, name) is not None]
     if given:
         raise ValueError(f"a trained model has heads, widths and weights of its own: leave {', '.join(given)} out")
-    return open_model(args.model)
+    model, tokenizer = open_model(args.model)
+    if args.layer is not None and args.layer >= model.config.n_layer:
+        raise ValueError(f"--layer must be from 0 to {model.config.n_layer - 1}, got {args.layer}")
+    encode(tokenizer, args.sentence, args.model)
+    return model, tokenizer
 
 
 def add_show(commands: Any) -> None:
@@ -557,7 +700,14 @@ def add_walkthrough(commands: Any) -> None:
     option = add_command(commands, run_walkthrough)
     add_sentence(option)
     option("--layer", type=natural, help="only the attention of this layer of that model (from 0)")
-    option("-o", "--out", type=Path, default=Path("walkthrough.html"), metavar="PAGE.html", help="default: %(default)s")
+    option(
+        "-o",
+        "--out",
+        type=file_path,
+        default=Path("walkthrough.html"),
+        metavar="PAGE.html",
+        help="default: %(default)s",
+    )
     option("--open", action="store_true", help="open the page in a browser")
     option("--lang", choices=("en", "zh"), default=guess_language(), help="of the page; here: %(default)s")
 
@@ -573,6 +723,8 @@ def run_walkthrough(args: argparse.Namespace) -> int:
       tinygrad-mha walkthrough "The cat" --model
       tinygrad-mha walkthrough "The cat" --model run --layer 1
     """
+    if args.out.suffix not in (".html", ".htm"):
+        raise ValueError(f"the page is HTML: expected -o PAGE.html, got {str(args.out)!r}")
     if args.model is not None:
         model, tokenizer = open_model_of_sentence(args)
         page = tg.walkthrough(model, args.sentence, tokenizer=tokenizer, layer=args.layer, lang=args.lang)
@@ -602,7 +754,7 @@ def open_page(args: argparse.Namespace) -> None:
 
 def add_lab(commands: Any) -> None:
     option = add_command(commands, run_lab)
-    option("--model", type=Path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
+    option("--model", type=folder_path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
     option("--port", type=int, default=0, help="default: any free port")
     option("--open", action="store_true", help="open the address in the browser")
 
@@ -620,8 +772,14 @@ def run_lab(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must be in 0 ... 65535, got {args.port}")
     model, tokenizer = (None, None) if args.model is None else open_model(args.model)
-    server = LabServer(args.port, model, tokenizer)
+    try:
+        server = LabServer(args.port, model, tokenizer)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(f"port {args.port} is in use: give another --port, or none for any free port") from error
     print(server.address, flush=True)
+    print("Open this address in a browser; closing the page or Ctrl-C ends the lab.", file=sys.stderr)
     if args.open:
         webbrowser.open(server.address)
     server.run()
@@ -633,7 +791,7 @@ def run_lab(args: argparse.Namespace) -> int:
 
 
 def add_gradcheck(commands: Any) -> None:
-    option = add_command(commands, run_gradcheck)
+    option = add_command(commands, run_gradcheck, OWN_FILE)
     option("target", nargs="?", metavar="FILE.py:NAME", help="a function, primitive or module of yours")
     option("--shape", nargs="+", metavar="3x5", help="one shape for each input, such as 3x5 5x7, or ()")
     option("--order", type=int, choices=(1, 2), default=2, help="the highest derivative (default 2)")
@@ -649,7 +807,7 @@ def run_gradcheck(args: argparse.Namespace) -> int:
 
     Examples:
       tinygrad-mha gradcheck
-      tinygrad-mha gradcheck model.py:attention --shape 3x5 5x7
+      tinygrad-mha gradcheck model.py:attention --shape 3x5 3x5 3x7
     """
     if args.target is None:
         if args.shape:
@@ -719,7 +877,7 @@ def summarize(op: Primitive[..., Any], reports: list[GradcheckReport], ok: bool)
 
 
 def add_check(commands: Any) -> None:
-    option = add_command(commands, run_check)
+    option = add_command(commands, run_check, OWN_FILE)
     option("target", metavar="FILE.py:NAME", help="a function of x or of q, k, v; a module, or its class")
     option("--causal", action=argparse.BooleanOptionalAction, help="whether tokens must not depend on later ones")
     option("--shape", nargs="+", metavar="7x11", help="one shape for each input (default: small ones that fit)")
@@ -734,12 +892,11 @@ def run_check(args: argparse.Namespace) -> int:
     made of NumPy, of this package or of torch. Exit code 0: passed; 1: a claim failed; 2: could not be run.
 
     Examples:
-      tinygrad-mha check model.py:Attention
-      tinygrad-mha check model.py:attend --no-causal --shape 7x11
+      tinygrad-mha check model.py:attention
+      tinygrad-mha check model.py:attention --no-causal --shape 7x11 7x11 7x13
     """
     target = load_object(args.target, with_classes=True)
-    rng = np.random.default_rng(args.seed)
-    inputs = [rng.standard_normal(parse_shape(text)) for text in args.shape or ()]
+    inputs = make_arrays(target, args) if args.shape else []
     verdict = attention(target, *inputs, causal=args.causal, seed=args.seed)
     print(json.dumps(verdict.to_dict()) if args.json else verdict)
     return verdict.exit_code
@@ -751,15 +908,17 @@ def run_check(args: argparse.Namespace) -> int:
 
 def add_examples(commands: Any) -> None:
     option = add_command(commands, run_examples)
-    folder = Path("tinygrad-mha-examples")
-    option("folder", type=Path, nargs="?", default=folder, metavar="DIR", help="new or empty; default: %(default)s")
+    default = Path("tinygrad-mha-examples")
+    option(
+        "folder", type=folder_path, nargs="?", default=default, metavar="DIR", help="new or empty; default: %(default)s"
+    )
 
 
 def run_examples(args: argparse.Namespace) -> int:
     """Copy the examples of this package into a folder.
 
-    Each is a script with --help: attention by hand, a check of your own attention, training on digits, sums and names,
-    and a translator built step by step.
+    Scripts: attention by hand, a check of your own attention, training on digits, sums and names, exercises, and a
+    translator built step by step. The first lines of each say what it does and how it is run.
 
     Examples:
       tinygrad-mha examples
@@ -771,8 +930,8 @@ def run_examples(args: argparse.Namespace) -> int:
     source = package / "examples"  # in a wheel; in a checkout they are beside the package
     source = source if source.is_dir() else package.parent / "examples"
     shutil.copytree(source, args.folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    print(*sorted(args.folder.rglob("*.py")), sep="\n")
-    print(f"next: python {args.folder / 'attention_by_hand.py'}")
+    print(*sorted(file for file in args.folder.rglob("*") if file.is_file()), sep="\n")
+    print(f"next: python {shlex.quote(str(args.folder / 'attention_by_hand.py'))}")
     return 0
 
 
@@ -782,9 +941,8 @@ def run_examples(args: argparse.Namespace) -> int:
 
 def make_inputs(f: Any, args: argparse.Namespace) -> list[Any]:
     """The inputs of `f`: random arrays of the given shapes, or its own default values."""
-    rng = np.random.default_rng(args.seed)
     if args.shape:
-        return [rng.standard_normal(parse_shape(text)) for text in args.shape]
+        return make_arrays(f, args)
     parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     without = [p.name for p in positional if p.default is p.empty]
@@ -794,6 +952,24 @@ def make_inputs(f: Any, args: argparse.Namespace) -> list[Any]:
             f"or array defaults in the function"
         )
     return [p.default for p in positional if p.default is not None]
+
+
+def make_arrays(f: Any, args: argparse.Namespace) -> list[np.ndarray]:
+    """Random arrays of --shape.
+
+    Raises:
+        ValueError: `f` is a function that needs more arguments, or takes fewer.
+    """
+    shapes = [parse_shape(text) for text in args.shape]
+    if inspect.isfunction(f):
+        try:
+            inspect.signature(f).bind(*shapes)
+        except TypeError as error:
+            names = ", ".join(inspect.signature(f).parameters)
+            example = f"--shape {' '.join(['7x11'] * (len(inspect.signature(f).parameters)))}"
+            raise ValueError(f"give one shape for each of {names}, such as {example}: {error}") from error
+    rng = np.random.default_rng(args.seed)
+    return [rng.standard_normal(shape) for shape in shapes]
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -37,8 +37,9 @@ def open_report(show: Show, run: Run) -> Iterator[Callable[[Event], None]]:
     elif show == "json":
         yield lambda event: print(json.dumps(event), flush=True)
     elif show == "bar":
-        total = run.config.steps
-        with tqdm(total=total, initial=run.step, unit="step", dynamic_ncols=True, file=Terminal()) as bar:
+        total, pause = run.config.steps, 0.1 if Terminal().isatty() else 10  # seconds; a log needs fewer lines
+        options = {"unit": "step", "dynamic_ncols": True, "mininterval": pause}
+        with tqdm(total=total, initial=run.step, file=Terminal(), **options) as bar:
             yield Bar(bar)
     else:
         raise ValueError(f'show must be "bar", "json", "quiet" or a function, got {show!r}')
@@ -54,6 +55,12 @@ class Terminal:
     def flush(self) -> None:
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return sys.stderr.isatty()
+        except (ValueError, AttributeError):
+            return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)

@@ -59,7 +59,7 @@ def show(
 
     Each has its name, its shape and its numbers; rows and columns that belong to tokens have their labels. Numbers are
     written with two or three significant digits. Columns that do not fit and the ends of long labels are left out, with
-    … in their place. On a terminal, cells are coloured as in pictures, unless NO_COLOR is set.
+    … in their place. On a terminal, cells are coloured as in pictures, unless NO_COLOR is set or TERM is dumb.
 
     Args:
         what: what an attention or a GPT returns with trace=True, for one sequence; or a matrix, several named Tensors,
@@ -182,7 +182,7 @@ def choose_labels(labels: Sequence[str] | None, argument: str, n: int) -> list[s
 
 def print_matrices(matrices: Iterator[Matrix] | Sequence[Matrix]) -> None:
     """Print matrices one below the other, as wide as the terminal, in colours if there is one."""
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     print("\n\n".join("\n".join(write_matrix(matrix, width, coloured)) for matrix in matrices))
 
