@@ -269,6 +269,42 @@ def test_shapes_and_causality_can_be_given(tmp_path, capsys):
     assert found["causality"] == "does not apply"
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def candidate(q, k, v):\n    q = 2 * q\n    return undefined_name", "(mine.py, line 5)"),
+        ("def candidate(q, k, v): pass", "it returned None: does it end with return?"),
+        ("def candidate(q, k, v): import sys; sys.exit()", "it called sys.exit()"),
+    ],
+)
+def test_a_fault_of_the_code_is_told_by_its_line_without_advice_about_sizes(code, says, tmp_path, capsys):
+    assert main(["check", write(tmp_path, code)]) == 2
+    said = capsys.readouterr().out
+    assert says in said
+    assert "size" not in said
+
+
+def test_a_size_that_does_not_fit_is_told_with_advice(tmp_path, capsys):
+    target = write(tmp_path, "def candidate(q, k, v): return q @ np.ones((3, 2))")
+    assert main(["check", target]) == 2
+    assert "Give inputs of its size" in capsys.readouterr().out
+    assert main(["check", target, "--shape", "7x11"]) == 2
+    assert "it takes q, k, v: give an input for each, got 1" in capsys.readouterr().out
+
+
+def test_a_class_with_a_call_of_its_own_is_not_given_options_that_it_does_not_declare():
+    class Attention(tg.nn.Module):
+        def __init__(self, config, rng):
+            self.wq, self.wk, self.wv, self.wo = (tg.nn.Linear(config.n_embd, config.n_embd, rng=rng) for _ in "qkvo")
+
+        def __call__(self, x):
+            allow = tg.nn.causal(x.shape[-2], x.shape[-2])
+            return self.wo(tg.nn.attention(self.wq(x), self.wk(x), self.wv(x), allow=allow))
+
+    verdict = tg.check.attention(Attention)
+    assert verdict.ok, verdict
+
+
 # ------------------------------------------------------------------------------------------------------------ in Python
 
 

@@ -8,6 +8,7 @@ import pytest
 import tinygrad_mha as tg
 from tinygrad_mha import nn, ops
 from tinygrad_mha.check.caching import kv_cache, list_chunkings
+from tinygrad_mha.files import python_files
 
 V = 11
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -603,3 +604,84 @@ def test_the_ledger_is_text_data_and_a_table():
 def test_numbers_that_are_not_finite_prove_nothing():
     with pytest.raises(ValueError, match="nan or infinite"):
         kv_cache(nn.MultiHeadAttention(6, 2, rng=0), np.full((3, 6), np.nan))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What equal numbers do not show
+
+
+class Cached(nn.Module):
+    """Causal attention with one head; subclasses change a step of it."""
+
+    def __init__(self):
+        self.q, self.k, self.v = (nn.Linear(12, 12, rng=i) for i in range(3))
+
+    def forward(self, x, cache=None, edit=None):
+        show = edit or (lambda name, tensor: tensor)
+        q, k, v = show("q", self.q(x)), show("k", self.k(x)), show("v", self.v(x))
+        k, v = (k, v) if cache is None else cache.append(k, v)
+        scores = show("scores", q @ k.mT / q.shape[-1] ** 0.5)
+        allow = nn.causal(q.shape[-2], k.shape[-2])
+        return ops.where(allow, scores, -np.inf).softmax() @ v
+
+
+class Zeros(Cached):
+    def forward(self, x, cache=None, edit=None):
+        return super().forward(x, cache, edit) * 0.0
+
+
+class ItsOwnValue(Cached):
+    def forward(self, x, cache=None, edit=None):
+        super().forward(x, cache, edit)
+        return self.v(x)
+
+
+class KeepsX(Cached):
+    def forward(self, x, cache=None, edit=None):
+        rows = x if cache is None else cache.append(x, x)[0]
+        return super().forward(rows, None, edit)[-x.shape[-2] :]
+
+
+ROWS = np.random.default_rng(0).standard_normal((5, 12))
+
+
+@pytest.mark.parametrize("kind", [Zeros, ItsOwnValue])
+def test_a_result_that_needs_no_earlier_token_is_not_plainly_passed(kind):
+    assert "does not depend on earlier tokens" in kv_cache(kind(), ROWS).summary
+    assert kv_cache(Cached(), ROWS).summary == "passed"
+
+
+def test_rows_of_old_tokens_that_are_computed_again_are_counted_in_the_summary():
+    verdict = kv_cache(KeepsX(), ROWS)
+    assert verdict.ok
+    assert "15 rows of Q" in verdict.summary
+    assert "5 are needed" in verdict.summary
+
+
+def test_an_attention_that_shows_no_scores_is_told_why_nothing_is_counted():
+    class Silent(Cached):
+        def forward(self, x, cache=None):
+            return super().forward(x, cache)
+
+    assert "not counted" in str(kv_cache(Silent(), ROWS))
+    assert "not counted" not in str(kv_cache(Cached(), ROWS))
+
+
+def test_an_attention_that_exits_or_never_returns_is_not_ok(monkeypatch):
+    class Exits(Cached):
+        def forward(self, x, cache=None):
+            if cache is not None:
+                raise SystemExit(0)
+            return super().forward(x)
+
+    class Loops(Cached):
+        def forward(self, x, cache=None):
+            while True:
+                pass
+
+    monkeypatch.setattr(python_files, "SECONDS", 0.05)
+    for model, says in ((Exits(), "sys.exit(0)"), (Loops(), "endless loop")):
+        verdict = kv_cache(model, ROWS)
+        assert verdict.exit_code == 2
+        assert says in verdict.problem
+        assert "total" not in str(verdict)

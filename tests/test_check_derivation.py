@@ -7,6 +7,7 @@ import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha import check, nn, ops
+from tinygrad_mha.files import python_files
 
 T, C, D, D_V = 3, 5, 7, 11
 RNG = np.random.default_rng(0)
@@ -253,3 +254,24 @@ def test_the_verdict_is_a_table_and_plain_data():
 def test_what_cannot_be_judged_is_an_error(forward, formulas, error, message):
     with pytest.raises(error, match=message):
         check.derivation(forward, {"x": RNG.standard_normal(3)}, formulas)
+
+
+def loop(dY):
+    while True:
+        pass
+
+
+def leave(dY):
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(("formula", "says"), [(leave, "sys.exit(0)"), (loop, "endless loop")])
+def test_a_formula_that_exits_or_never_returns_has_failed(formula, says, monkeypatch):
+    monkeypatch.setattr(python_files, "SECONDS", 0.05)
+    verdict = check.derivation(lambda x: x * x, {"x": np.ones(3)}, {"dx": formula})
+    assert says in verdict.failed[0].message
+
+
+def test_a_forward_pass_that_exits_proves_nothing():
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\)"):
+        check.derivation(lambda x: leave(x), {"x": np.ones(3)}, {"dx": lambda dY: dY})

@@ -18,7 +18,7 @@ from tinygrad_mha.arguments import check_count
 from tinygrad_mha.check.cache_faults import NOT_OFFSET, TOLERANCE, Case, find_cause, run_attention
 from tinygrad_mha.check.differences import compare_rows
 from tinygrad_mha.check.ledger import Ledger, LedgerStep, count_work
-from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data
+from tinygrad_mha.check.verdict import Finding, StoppedError, Verdict, as_plain_data, confining
 from tinygrad_mha.decoding.generation import as_prompts
 from tinygrad_mha.modes import no_grad, record
 from tinygrad_mha.nn import GPT, KVCache
@@ -104,10 +104,10 @@ class CacheVerdict(Verdict):
         return super().to_dict() | as_plain_data(facts)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\n{self.ledger}"
+        return super().__str__() + (f"\n{self.ledger}" if self.ledger.steps else "")
 
     def _repr_html_(self) -> str:
-        return f"{super()._repr_html_()}<pre>{self.ledger}</pre>"
+        return super()._repr_html_() + (f"<pre>{self.ledger}</pre>" if self.ledger.steps else "")
 
 
 def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
@@ -118,6 +118,10 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
     continued with other tokens ("crop"), and a fork and the original can both be continued ("fork"). Numbers may differ
     by 1e-11 of the largest one. The cause of a difference is found by putting known faults into the computation without
     a cache.
+
+    A model is compared with itself. What is wrong with and without a cache alike, such as a mask or a position, is a
+    matter of `check.attention`. The verdict has a caveat if nothing depends on earlier tokens, or if rows of old tokens
+    are computed again. A call that exits or takes more than 20 seconds is its `problem`.
 
     Args:
         model: a `GPT` with any attention that takes a cache; a `MultiHeadAttention`, which is called with causal=True;
@@ -138,15 +142,23 @@ def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:
     """
     check_count(most, "most", least=2)
     with no_grad():
-        subject = Subject(model, ids, np.float64)
-        if not np.isfinite(subject.whole(subject.prompt, False)[None, "y"]).all():
-            raise ValueError("without a cache the result is nan or infinite, so nothing can be compared")
-        findings = [subject.examine(claim, ways) for claim, ways in subject.list_scenarios(most).items()]
-        verdict = CacheVerdict(type(model).__name__, findings)
-        if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
-            verdict.differences = subject.measure_differences()
-            dtype = next((p.dtype for p in model.parameters()), np.float64)  # torch may hold the parameters
-            verdict.ledger = Subject(model, ids, dtype).count_ledger()
+        try:
+            return examine_all(Subject(model, ids, np.float64), model, ids, most)
+        except StoppedError as error:
+            return CacheVerdict(type(model).__name__, problem=str(error))
+
+
+def examine_all(subject: Subject, model: Module, ids: Any, most: int) -> CacheVerdict:
+    """Try all claims, and count."""
+    if not np.isfinite(subject.whole(subject.prompt, False)[None, "y"]).all():
+        raise ValueError("without a cache the result is nan or infinite, so nothing can be compared")
+    findings = [subject.examine(claim, ways) for claim, ways in subject.list_scenarios(most).items()]
+    verdict = CacheVerdict(type(model).__name__, findings)
+    if verdict.first_divergence is None or verdict.first_divergence.chunks:  # no call raised an error
+        verdict.differences = subject.measure_differences()
+        dtype = next((p.dtype for p in model.parameters()), np.float64)  # torch may hold the parameters
+        verdict.ledger = Subject(model, ids, dtype).count_ledger()
+        verdict.caveat = subject.describe_untested(verdict.ledger)
     return verdict
 
 
@@ -304,7 +316,8 @@ class Subject:
         """The result, and what each layer received, returned and, with `show`, its steps, (B, ...)."""
         for layer in self.watched:
             layer.shows = show
-        y = self.result = call.run(self.model, **options)
+        with confining():
+            y = self.result = call.run(self.model, **options)
         found: dict[tuple[int | None, str], Tensor] = {
             (i, name): tensor for i, layer in enumerate(self.watched) for name, tensor in layer.seen.items()
         }
@@ -354,6 +367,8 @@ class Subject:
             largest, failures = self.follow(scenarios, show=False)
             # Steps tell the place and the cause. They may be computed differently, so one scenario shows them anyway.
             shown = self.follow(scenarios if failures else scenarios[-1:], show=True)[1]
+        except StoppedError:
+            raise
         except Exception as error:
             return Divergence(claim, "failed", cause=f"a call with a cache fails: {type(error).__name__}: {error}")
         possible = 2 ** (len(self.prompt) - 1) if claim == "chunks" else len(scenarios)
@@ -408,6 +423,17 @@ class Subject:
             ]
             steps.append([[float(c.differences.max()) for c in layer] for layer in layers])
         return steps
+
+    def describe_untested(self, ledger: Ledger) -> str:
+        """What equal numbers do not show: that a cache is needed, and that it saves something; else ""."""
+        last = np.concatenate([self.change_end(0)[:-1], self.prompt[-1:]])  # all tokens before it are others
+        rows = [self.whole(row, False)[None, "y"][0][-1:] for row in (self.prompt, last)]
+        if compare_rows(*rows).max() <= TOLERANCE:
+            return "the last row does not depend on earlier tokens, so a wrong cache would pass too"
+        needed, computed = len(self.prompt) * len(self.watched), ledger.total.cached
+        again = [name for name in ("Q", "K", "V") if computed[f"{name} computed"] > needed]
+        counts = ", ".join(f"{computed[f'{name} computed']:,} rows of {name}" for name in again)
+        return f"old tokens are computed again: {counts} with a cache, {needed:,} are needed" if again else ""
 
     def count_ledger(self) -> Ledger:
         """Read the prompt token by token with a cache and without one, as `generate` does, and count."""

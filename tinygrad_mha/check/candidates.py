@@ -12,15 +12,17 @@ import contextlib
 import copy
 import inspect
 import io
+import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from tinygrad_mha.check.verdict import name_subject
+from tinygrad_mha.check.verdict import PACKAGE, name_subject
 from tinygrad_mha.files.python_files import TimeLimitError, catching_exit, limiting
 from tinygrad_mha.modes import no_grad
 from tinygrad_mha.nn import GPT, GPTConfig
@@ -101,7 +103,8 @@ class Candidate:
             libraries = ["numpy", "tinygrad_mha", *(["torch"] if self.torch is not None else [])]
             self.libraries = sorted(libraries, key=lambda library: not is_named(library, target) or library == "numpy")
         self.library = self.libraries[0]
-        self.defaults = read_parameters(getattr(target, "forward", target))
+        own_call = isinstance(target, Module) and type(target).__call__ is not Module.__call__
+        self.defaults = read_parameters(target.__call__ if own_call else getattr(target, "forward", target))
         self.options = {role: name for role, names in OPTIONS.items() for name in names[::-1] if name in self.defaults}
         self.fixed = {self.options["causal"]: causal} if "causal" in self.options and causal is not None else {}
         self.inputs = self._find_inputs(inputs, rng)
@@ -158,8 +161,10 @@ class Candidate:
             y = self.call_raw(*(self.convert(np.asarray(x, dtype)) for x in inputs), **named)
         y = y.detach().numpy() if self.library == "torch" and hasattr(y, "detach") else plain(y)
         if not isinstance(y, np.ndarray) or y.dtype.kind != "f":
-            kind = y.dtype if isinstance(y, np.ndarray) else type(y).__name__
-            raise CandidateError(f"it returned {kind}, expected an array or tensor of floating numbers")
+            kind = str(y.dtype) if isinstance(y, np.ndarray) else type(y).__name__
+            kind = "a torch.Tensor for NumPy inputs" if type(y).__module__ == "torch" else kind
+            kind += ": does it end with return?" if y is None else ", expected an array or tensor of floating numbers"
+            raise CandidateError(f"it returned {kind}".replace("NoneType", "None"))
         return y
 
     def hide(self, inputs: Iterable[np.ndarray], key_allow: np.ndarray, **options: Any) -> np.ndarray:
@@ -191,16 +196,24 @@ class Candidate:
     def _find_inputs(self, given: tuple[Any, ...], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         """The given inputs, or the first of its own that it can be called with. Sets the library too."""
         if given:
+            required = [name for name, default in self.defaults.items() if default is inspect.Parameter.empty]
+            if len(given) < len(required):
+                raise CandidateError(f"it takes {', '.join(required)}: give an input for each, got {len(given)}")
             choices = [self._read_inputs(given)]
         else:
             choices = [tuple(rng.standard_normal(shape) for shape in shapes) for shapes in self._list_shapes()]
         problems: dict[str, str] = {}
+        may_fit = False  # whether inputs of another size could help
         for inputs in choices:
             for self.library in self.libraries:  # noqa: B020
                 try:
                     y, raw = self(*inputs), self.call_raw(*map(self.convert, inputs))
                 except CandidateError as error:
-                    problems.setdefault(self.library, f"{error} (inputs: {', '.join(str(x.shape) for x in inputs)})")
+                    cause = error.__cause__
+                    is_of_size = isinstance(cause, (ValueError, IndexError)) or type(cause) is RuntimeError
+                    shapes = f" (inputs: {', '.join(str(x.shape) for x in inputs)})" if is_of_size else ""
+                    may_fit = is_of_size if not problems else may_fit
+                    problems.setdefault(self.library, f"{error}{shapes}")
                     continue
                 if self.library != "numpy" and isinstance(raw, np.ndarray) and self.module is None:
                     self.library = "numpy"
@@ -212,7 +225,7 @@ class Candidate:
                         f"it returned the shape {y.shape}, expected {(*expected, '...')}: a row for each"
                     )
                 return inputs
-        hint = "" if given else ". Give inputs of its size: check.attention(f, x), or --shape 7x11"
+        hint = "" if given or not may_fit else ". Give inputs of its size: check.attention(f, x), or --shape 7x11"
         raise CandidateError(problems[self.libraries[0]] + hint)
 
     def _read_inputs(self, given: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
@@ -266,9 +279,17 @@ class Candidate:
             raise
         except BaseException as error:
             text = " ".join(str(error).split())[:300]
-            raise CandidateError(f"it raised {type(error).__name__}: {text}") from error
+            line = find_own_line(error)
+            raise CandidateError(f"it raised {type(error).__name__}: {text}{f' ({line})' if line else ''}") from error
         finally:
             self.printed += out.getvalue()
+
+
+def find_own_line(error: BaseException) -> str:
+    """The innermost line of a person's own code in a traceback, "mine.py, line 6"; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((PACKAGE, "<frozen")) and "site-packages" not in f.filename]
+    return f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
 def walk_modules(module: Any) -> Iterator[tuple[str, Any]]:

@@ -407,6 +407,8 @@ def check_cache(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     x = inputs[0].reshape(-1, n, width)[0, -5:]
     with c.guard(calls=10):
         verdict = kv_cache(c.module, x)
+    if verdict.problem:
+        raise CandidateError(verdict.problem)
     for first in verdict.failed:
         raise BrokenError(f"{first.name}: {first.message}", first.cause, **first.example)
     return "with a cache in any chunks, cropped or forked, the same numbers as without"

@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_mha import engine
 from tinygrad_mha.check.gradient_check import is_floating
-from tinygrad_mha.check.verdict import Finding, Verdict
+from tinygrad_mha.check.verdict import PACKAGE, Finding, Verdict
 from tinygrad_mha.engine import Node
 from tinygrad_mha.modes import SCOPE, STATE, enter, leave
 from tinygrad_mha.nn.layers import Dropout
@@ -25,7 +25,6 @@ from tinygrad_mha.tensors import Tensor, plain
 __all__ = ["doctor", "find_line", "quote_line"]
 
 MOST_NAMES = 5
-PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class SourcedNode(Node):

@@ -60,7 +60,10 @@ class Ledger:
                 title = "total" if i == len(self.steps) else str(i)
                 table.append([title, cache, *(f"{number:,}" for number in numbers)])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in table)
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in table]
+        if self.steps and not any(self.total.uncached[f"{row} computed"] for row in ROWS):
+            lines.append("no scores are shown by edit, so rows of Q, K, V and scores are not counted")
+        return "\n".join(lines)
 
 
 def count_work(y: Tensor, attentions: list[dict[str, Tensor]], kept: int) -> Counter[str]:

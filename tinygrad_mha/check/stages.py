@@ -21,7 +21,7 @@ from tinygrad_mha import engine, modes
 from tinygrad_mha.check.differences import STEP, ZERO, Comparison, largest, measure_condition
 from tinygrad_mha.check.gradient_check import find_problem, is_floating, make_leaf, parameters_in_float64
 from tinygrad_mha.check.report import Entry
-from tinygrad_mha.check.verdict import Finding, Verdict, name_subject
+from tinygrad_mha.check.verdict import Finding, StoppedError, Verdict, confining, name_subject
 from tinygrad_mha.tensors import Tensor, plain
 
 __all__ = ["DerivationVerdict", "derivation"]
@@ -89,6 +89,7 @@ def derivation(
             output that is not finite, or differs between two calls.
         TypeError: `inputs` or `formulas` is no dict, a formula is no function, or `forward` returns no tensor, or not
             one computed in float64 from its floating inputs.
+        RuntimeError: `forward` calls sys.exit(), or does not return within 20 seconds. A formula that does has failed.
 
     Example:
         >>> def forward(S, V):
@@ -112,7 +113,7 @@ def derivation(
     rng = np.random.default_rng(seed)
     with parameters_in_float64(forward) as parameters, modes.enable_grad():
         arguments = {name: make_leaf(x, name) if is_floating(x) else x for name, x in inputs.items()}
-        evaluate = functools.partial(forward, **arguments)
+        evaluate = functools.partial(run_forward, forward, arguments)
         problem = find_problem(lambda: [find_stages(evaluate())[0]])
         if problem:
             raise ValueError(problem)
@@ -140,6 +141,11 @@ def derivation(
 
 # --------------------------------------------------------------------------------------------------------------------
 # The right gradients
+
+
+def run_forward(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    with confining():
+        return forward(**arguments)
 
 
 def find_stages(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -256,6 +262,8 @@ def judge(
 
     try:
         given = formula.compute()
+    except StoppedError as error:
+        return Finding(name, "failed", str(error), details=details)
     except Exception as error:
         cause = next((words for words, array in formula.list_changes() if is_right(array)), "")
         return Finding(name, "failed", f"raises {type(error).__name__}: {error}", cause, details=details)
@@ -312,7 +320,8 @@ class Formula:
 
     def compute(self, **changed: Any) -> np.ndarray:
         """What it returns, for copies of its arguments, because it may write to them."""
-        result = self.function(**copy.deepcopy(self.arguments | changed))
+        with confining():
+            result = self.function(**copy.deepcopy(self.arguments | changed))
         if result is None:
             raise TypeError("the formula returns None: does it end with return?")
         return np.array(plain(result), np.float64)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import math
+import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from shutil import get_terminal_size
 from typing import Any, Literal
 
 import numpy as np
 
+from tinygrad_mha.files.python_files import TimeLimitError, catching_exit, limiting
 from tinygrad_mha.tables import make_table
 
-__all__ = ["CheckError", "Finding", "Status", "Verdict", "get_width", "name_subject", "wrap_lines"]
+__all__ = ["PACKAGE", "CheckError", "Finding", "Status", "StoppedError", "Verdict"]
+__all__ += ["confining", "get_width", "name_subject", "wrap_lines"]
 
 Status = Literal["passed", "failed", "does not apply"]
 
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # whose files are not code of a person
 WIDTH = 100  # the most columns of the text
 
 
@@ -161,6 +166,22 @@ class CheckError(AssertionError):
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
+
+
+class StoppedError(RuntimeError):
+    """A person's code that calls sys.exit() or does not return in time, so that nothing was computed."""
+
+
+@contextlib.contextmanager
+def confining() -> Iterator[None]:
+    """While a call of a person's code runs, its sys.exit() or endless loop raises `StoppedError`."""
+    try:
+        with limiting(), catching_exit():
+            yield
+    except SystemExit as error:
+        raise StoppedError(f"it calls sys.exit({'' if error.code is None else error.code})") from error
+    except TimeLimitError as error:
+        raise StoppedError(str(error)) from error
 
 
 def get_width() -> int:
