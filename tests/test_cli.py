@@ -236,6 +236,28 @@ def test_the_demo_prints_all_parts_and_the_folder(tmp_path, capsys):
     assert "is not empty" in refused(capsys, "demo", "--out", out)
 
 
+def test_an_interrupted_demo_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tinygrad_mha.demo.check_block", interrupt)
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 130
+    assert capsys.readouterr().err == "tinygrad-mha: interrupted\n"
+    assert not (tmp_path / "demo").exists()
+
+
+def test_the_demo_without_graphviz_gives_its_advice_once(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise tg.viz.NoEngineError("SVG", ["dot is not installed"])
+
+    monkeypatch.setattr("tinygrad_mha.viz.diagram.graphviz_engines.render", fail)
+    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "my demo")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("tinygrad_mha[render]") == 1
+    assert "-0.00" not in said
+    assert f"--steps 1501 --out '{tmp_path / 'my demo' / 'gpt'}'" in said
+
+
 def test_the_package_runs_as_a_module():
     call = [sys.executable, "-m", "tinygrad_mha", "--version"]
     assert subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip() == (

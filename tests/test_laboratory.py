@@ -211,6 +211,11 @@ def test_both_languages_of_the_lab_say_the_same_things():
     assert list(words["en"]) == list(words["zh"])
 
 
+def test_the_lab_opens_in_the_language_that_was_asked_for():
+    with LabServer(lang="zh") as server:
+        assert re.search(r'"lang": ?"zh"', server.write_page())
+
+
 def test_a_closed_page_ends_the_lab(monkeypatch):
     monkeypatch.setattr("tinygrad_mha.laboratory.GRACE", 0.1)
     server = LabServer()

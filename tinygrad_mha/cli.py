@@ -709,7 +709,7 @@ def add_walkthrough(commands: Any) -> None:
         help="default: %(default)s",
     )
     option("--open", action="store_true", help="open the page in a browser")
-    option("--lang", choices=("en", "zh"), default=guess_language(), help="of the page; here: %(default)s")
+    add_language(option)
 
 
 def run_walkthrough(args: argparse.Namespace) -> int:
@@ -736,6 +736,11 @@ def run_walkthrough(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_language(option: Callable[..., Any]) -> None:
+    """Add the option of commands that show a page."""
+    option("--lang", choices=("en", "zh"), default=guess_language(), help="of the page; here: %(default)s")
+
+
 def guess_language() -> str:
     """The language of the locale, as the environment names it: "zh" or else "en"."""
     names = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
@@ -757,6 +762,7 @@ def add_lab(commands: Any) -> None:
     option("--model", type=folder_path, nargs="?", const=OUR_MODEL, metavar="DIR", help=MODEL_HELP)
     option("--port", type=int, default=0, help="default: any free port")
     option("--open", action="store_true", help="open the address in the browser")
+    add_language(option)
 
 
 def run_lab(args: argparse.Namespace) -> int:
@@ -773,7 +779,7 @@ def run_lab(args: argparse.Namespace) -> int:
         raise ValueError(f"--port must be in 0 ... 65535, got {args.port}")
     model, tokenizer = (None, None) if args.model is None else open_model(args.model)
     try:
-        server = LabServer(args.port, model, tokenizer)
+        server = LabServer(args.port, model, tokenizer, args.lang)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

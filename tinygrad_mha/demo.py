@@ -6,6 +6,8 @@ All numbers come from the run itself. The results are written into a folder.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,6 +39,8 @@ Files = list[tuple[Path, str]]  # the files that a part of the demo wrote, and w
 def write_demo(folder: str | os.PathLike[str], steps: int = STEPS, say: Say = print) -> Path:
     """Run all parts and write their results into `folder`, which must be empty or new. Returns its path.
 
+    If a part fails or is interrupted, the folder is removed.
+
     Raises:
         FileExistsError: the folder is not empty.
         OSError: it cannot be written.
@@ -45,13 +49,21 @@ def write_demo(folder: str | os.PathLike[str], steps: int = STEPS, say: Say = pr
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: choose another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
-    files = [*show_attention(folder, say), *check_block(folder, say)]
-    judge_attention(say)
-    compare_cache(say)
-    files += train_gpt(folder, steps, say)
+    try:
+        files = [*show_attention(folder, say), *check_block(folder, say)]
+        judge_attention(say)
+        compare_cache(say)
+        files += train_gpt(folder, steps, say)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     say(f"\nAll files are in {folder}:")
     for path, content in files:
         say(f"  {path.relative_to(folder)!s:18} {content}")
+    if any(path.suffix == ".dot" for path, _ in files):
+        say('Graphviz, which draws .dot files, was not found or does not work: pip install "tinygrad_mha[render]"')
+    say("To train the GPT further:")
+    say(f"  tinygrad-mha train --resume --steps {steps + STEPS} --out {shlex.quote(str(folder / 'gpt'))}")
     return folder
 
 
@@ -112,8 +124,8 @@ def draw(y: Tensor, path: Path, content: str, **options: Any) -> Files:
     picture = viz.graph(y, **options)
     try:
         return [(picture.save(path), content)]
-    except viz.NoEngineError as error:
-        return [(picture.save(path.with_suffix(".dot")), f"{content}, as text only: {error}")]
+    except viz.NoEngineError:
+        return [(picture.save(path.with_suffix(".dot")), f"{content}, as text only")]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -128,7 +140,7 @@ def show_attention(folder: Path, say: Say) -> Files:
     for name in ("X", "Q_1", "K_1", "V_1", "scores_1", "S_1", "H_1", "Y"):
         matrix = named[name].numpy()
         say(f"{name}  {'x'.join(map(str, matrix.shape))}")
-        say("\n".join("  " + " ".join(f"{v:6.2f}" for v in row) for row in matrix))
+        say("\n".join("  " + " ".join(f"{v:z6.2f}" for v in row) for row in matrix))
     mha, x = make_attention()
     batched = mha(x, causal=True)
     say(f"Both heads at once give the same Y: largest difference {np.abs(batched.numpy() - y.numpy()).max():.0e}")
@@ -179,6 +191,8 @@ def train_gpt(folder: Path, steps: int, say: Say) -> Files:
     config = preset("tiny", steps=steps, eval_interval=max(1, steps // 6), sample_interval=0)
     say(f"\n5. A GPT, trained on the Python language reference for {steps} steps\n")
     run = train(config, folder=folder / "gpt", show="bar" if sys.stderr.isatty() else "quiet")
+    if run.interrupted:
+        raise KeyboardInterrupt
     say(f"{run.model.count():,} parameters; validation loss in nats per character:")
     for row in run.log.rows:
         if "validation_loss" in row:
@@ -186,7 +200,7 @@ def train_gpt(folder: Path, steps: int, say: Say) -> Files:
     path = folder / "sample.txt"
     path.write_text(sample_text(run, say), encoding="utf-8")
     files = [
-        (folder / "gpt", "the run; continue it with `tinygrad-mha train --resume --steps N --out` and this folder"),
+        (folder / "gpt", "the folder of the run"),
         (path, "the text that the GPT generated"),
         *draw(run_gpt(), folder / "gpt.svg", "a GPT with folded blocks", depth=1),
     ]

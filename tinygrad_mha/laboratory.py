@@ -320,9 +320,9 @@ class LabServer(ThreadingHTTPServer):
     daemon_threads = True
     timeout = 0.2  # between looks at the clock
 
-    def __init__(self, port: int = 0, model: Any = None, tokenizer: Any = None) -> None:
+    def __init__(self, port: int = 0, model: Any = None, tokenizer: Any = None, lang: str = "en") -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.lang = model, tokenizer, lang
         self.host = f"127.0.0.1:{self.server_address[1]}"
         self.token = secrets.token_urlsafe(24)
         self.address = f"http://{self.host}/{self.token}/"
@@ -357,7 +357,7 @@ class LabServer(ThreadingHTTPServer):
         heads, layers = (0, 0) if self.model is None else (self.model.config.n_head, len(self.model.h))
         facts = {"model": self.model is not None, "n_head": heads, "layers": layers}
         choices = {"mask": MASKS, "norm": list(NORMS), "position": POSITIONS}
-        data = {"settings": asdict(Settings()), "choices": choices, "facts": facts, "tokens": []}
+        data = {"settings": asdict(Settings(lang=self.lang)), "choices": choices, "facts": facts, "tokens": []}
         words = write_json(json.loads(read_page_file("lab_words.json")))
         parts = read_parts("lab") | {"WORDS": words, "DATA": write_json(data)}
         return fill_page("lab.html", parts, [read_parts("page"), read_parts("model")], connect="'self'")

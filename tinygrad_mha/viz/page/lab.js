@@ -1,7 +1,7 @@
 // The lab: sends the settings to the Python process that serves this page, and shows what it has computed.
 
-const state = {lang: 'en'};
 const settings = data.settings;
+const state = {lang: settings.lang};
 let chosen = null; // the number that is edited: {name, row, column}
 let latest = 0; // of the requests; answers to earlier ones are ignored
 let python = '';
