@@ -3,7 +3,7 @@
     python benchmarks/bench_engine.py [--rounds 60] [--json results.json]
 
 The libraries take turns, round by round, on one thread each. The medians are compared, so that the speed of the machine
-cancels. Peers that are not installed are left out; `pip install "tinygrad_mha[bench]"` installs them.
+cancels. Peers that are not installed are left out; `pip install ".[bench]"` installs them.
 
 1. attention: the two-head causal attention with X 3x5, W_Q and W_K 5x7, W_V 5x11, W_O 22x5, from single operations,
    forward and backward to all seven weights, float32. Making the leaves is not timed.
@@ -46,7 +46,8 @@ def import_optional(name: str) -> Any:
         return None
 
 
-torch, autograd, mygrad = (import_optional(name) for name in ("torch", "autograd", "mygrad"))
+PEERS = {name: import_optional(name) for name in ("torch", "autograd", "mygrad")}
+torch, autograd, mygrad = PEERS.values()
 if torch is not None:
     torch.set_num_threads(1)
 
@@ -193,14 +194,17 @@ def time_in_turn(steps: dict[str, Step], rounds: int, target: float = 0.004) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", type=Path, default=Path("bench_engine.json"))
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     results: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "numpy": np.__version__}
-        | {m.__name__: getattr(m, "__version__", "?") for m in (torch, autograd, mygrad) if m is not None},
+        | {name: getattr(m, "__version__", "?") for name, m in PEERS.items() if m is not None},
     }
+    missing = [name for name, m in PEERS.items() if m is None]
+    if missing:
+        print(f"not installed, so left out: {', '.join(missing)}\n")
 
     print("attention 3x5, two heads, forward and backward")
     medians = time_in_turn(make_attention_steps(), args.rounds)
@@ -240,8 +244,8 @@ def main() -> None:
         results["size_us"][n] = {name: t * 1e6 for name, t in medians.items()}
         print(f"  n = {n:4} " + "   ".join(f"{name} {t * 1e6:9.1f}" for name, t in medians.items()))
 
-    args.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nwritten to {args.json}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

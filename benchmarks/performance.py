@@ -23,6 +23,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -474,6 +475,8 @@ def main() -> None:
     wanted = args.only.split(",") if args.only else PARTS
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"--only: unknown {sorted(unknown)}")
+    if lacking := [name for name in ("torch", "transformers", "numba") if find_spec(name) is None]:
+        parser.error(f'{", ".join(lacking)} is needed: pip install ".[parity,fast]"')
     results: dict[str, Any] = json.loads(args.json.read_text()) if args.only and args.json.exists() else {}
     results |= {"machine": describe_machine(), "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
