@@ -459,7 +459,7 @@ def test_a_run_without_a_text_says_what_it_reads_and_a_finished_one_that_it_is(t
     assert f"next: tinygrad-mha generate '{tmp_path / 'my run'}'" in said.out
     assert "continue it with --resume, or choose another folder with --out" in refused(capsys, *call)
     assert main([*call, "--resume", "--quiet"]) == 0
-    assert "give a higher --steps to go on: already finished at step 1" in capsys.readouterr().out
+    assert "already finished at step 1; a higher --steps continues" in capsys.readouterr().out
 
 
 def test_generate_says_once_that_the_context_slides(run, capsys):
@@ -516,6 +516,9 @@ def test_what_is_mistyped_is_named(command, reason, capsys):
         (["generate", "-n", "999", "--on-full", "error"], "lower --max-new-tokens, or pass --on-full slide"),
         (["generate", "--prompt", "床前"], "writes English only"),
         (["show", "The cat", "--layer", "9", "--model"], "--layer must be from 0 to 3, got 9"),
+        (["show", "The cat", "--head", "9", "--model"], "--head must be from 1 to 4, got 9"),
+        (["generate", "--temperature", "-1"], "tinygrad-mha: --temperature must be a finite number"),
+        (["graph", "mah"], "got 'mah'; did you mean mha?"),
         (["walkthrough", "the cat", "-o", "."], "expected -o PAGE.html, got '.'"),
         (["train", "--quiet", "--json"], "not both"),
     ],

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -142,9 +142,14 @@ class Parser(argparse.ArgumentParser):
         wrong = re.search(r"arguments: (--[\w-]+)|COMMAND: invalid choice: '(.*?)'", message)
         if wrong:
             known = re.findall(r"--[a-z-]+|(?<=^    )[a-z]+", self.format_help(), re.MULTILINE)
-            nearest = difflib.get_close_matches(wrong[1] or wrong[2], known, 1)
-            message += f"; did you mean {nearest[0]}?" if nearest else ""
+            message += suggest(wrong[1] or wrong[2], known)
         super().error(message)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The known word that is like a mistyped one, as the end of a message, or nothing."""
+    nearest = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def hint_signs(argv: Sequence[str]) -> str:
@@ -196,10 +201,9 @@ def describe_error(error: Exception, args: argparse.Namespace) -> str:
     elif not text or not isinstance(error, (ValueError, TypeError, ImportError, OSError, RuntimeError)):
         text = f"{type(error).__name__}: {text}"
     for name in vars(args):
-        if "_" in name:
-            option = f"--{name.replace('_', '-')}"
-            text = re.sub(rf'\b{name}="(\w+)"', rf"{option} \1", text)
-            text = re.sub(rf"\b{name}\b", option, text)
+        option = f"--{name.replace('_', '-')}"
+        text = re.sub(rf'\b{name}="(\w+)"', rf"{option} \1", text)
+        text = re.sub(rf"\b{name}\b" if "_" in name else f"^{name}(?= must)", option, text)
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
 
 
@@ -340,10 +344,11 @@ def run_train(args: argparse.Namespace) -> int:
         run = train(config, args.text, args.out, **given, **changes)
     if not args.json and ranks.rank == 0:
         losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
-        state = "interrupted" if run.interrupted else "finished"
+        state, advice = "interrupted" if run.interrupted else "finished", ""
         if checkpoint is not None and checkpoint.name == f"step-{run.step}" and not run.interrupted:
-            state = "give a higher --steps to go on: already finished"
-        print(f"{state} at step {run.step}; validation loss {losses[-1]:.4f} (at first {losses[0]:.4f}); in {args.out}")
+            state, advice = "already finished", "; a higher --steps continues"
+        loss = f"validation loss {losses[-1]:.4f} (at first {losses[0]:.4f})"
+        print(f"{state} at step {run.step}{advice}; {loss}; in {args.out}")
         print(run.workers.summary)
         command = "train --resume --out" if run.interrupted else "generate"
         print(f"next: tinygrad-mha {command} {shlex.quote(str(args.out))}")
@@ -564,7 +569,8 @@ def run_graph(args: argparse.Namespace) -> int:
             raise ValueError("--shape needs a FILE.py:NAME")
         y = SUBJECTS[args.target](args.seed) if args.model is None else run_model(args)
     elif ":" not in args.target:
-        raise ValueError(f"expected {', '.join(SUBJECTS)} or FILE.py:NAME, got {args.target!r}")
+        known = ", ".join(SUBJECTS)
+        raise ValueError(f"expected {known} or FILE.py:NAME, got {args.target!r}{suggest(args.target, SUBJECTS)}")
     else:
         f = load_object(args.target)
         with running(args.target.rpartition(":")[0]), limiting():
@@ -645,8 +651,10 @@ def open_model_of_sentence(args: argparse.Namespace) -> tuple[GPT, Tokenizer]:
     if given:
         raise ValueError(f"a trained model has heads, widths and weights of its own: leave {', '.join(given)} out")
     model, tokenizer = open_model(args.model)
-    if args.layer is not None and args.layer >= model.config.n_layer:
-        raise ValueError(f"--layer must be from 0 to {model.config.n_layer - 1}, got {args.layer}")
+    for name, least, most in (("layer", 0, model.config.n_layer - 1), ("head", 1, model.config.n_head)):
+        number = getattr(args, name, None)
+        if number is not None and number > most:
+            raise ValueError(f"--{name} must be from {least} to {most}, got {number}")
     encode(tokenizer, args.sentence, args.model)
     return model, tokenizer
 
