@@ -230,7 +230,7 @@ class Tensor:
             if self._needs_grad:
                 raise TypeError(
                     "making an array of a tensor that needs a gradient would cut the graph: use .numpy() or .detach(), "
-                    "and np.stack or np.concatenate to join tensors"
+                    "float() of a scalar, and np.stack or np.concatenate to join tensors"
                 )
             return np.array(self.numpy(), dtype=dtype, copy=copy)
 
