@@ -1874,6 +1874,17 @@ def zeros(q, k, v):
     return np.zeros((*q.shape[:-1], v.shape[-1]), v.dtype)
 
 
+@variant(*X)
+class LinearAttentionWithTwoFeatureMaps(nn.Module):
+    def __init__(self):
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(12, 12, rng=i) for i in range(4))
+
+    def forward(self, x):
+        q, k = ops.sigmoid(self.wq(x)) + 0.1, ops.relu(self.wk(x))
+        weights = q @ k.mT * np.tri(x.shape[-2], dtype=x.dtype)
+        return self.wo(weights / (weights.sum(axis=-1, keepdims=True) + 1e-12) @ self.wv(x))
+
+
 @variant()
 def linear_attention_with_two_feature_maps(q, k, v):
     weights = hide_later((np.maximum(q, 0) + 1) @ np.maximum(k, 0).swapaxes(-1, -2), 0.0)

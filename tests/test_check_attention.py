@@ -285,11 +285,24 @@ def test_a_fault_of_the_code_is_told_by_its_line_without_advice_about_sizes(code
 
 
 def test_a_size_that_does_not_fit_is_told_with_advice(tmp_path, capsys):
-    target = write(tmp_path, "def candidate(q, k, v): return q @ np.ones((3, 2))")
-    assert main(["check", target]) == 2
+    assert main(["check", write(tmp_path, "def candidate(q, k, v): return q @ np.ones((3, 2))")]) == 2
     assert "Give inputs of its size" in capsys.readouterr().out
-    assert main(["check", target, "--shape", "7x11"]) == 2
-    assert "it takes q, k, v: give an input for each, got 1" in capsys.readouterr().out
+
+
+def test_an_input_is_asked_for_each_of_q_k_and_v():
+    verdict = tg.check.attention(lambda q, k, v: v, np.ones((7, 11)))
+    assert verdict.problem == "it takes q, k, v: give an input for each, got 1"
+
+
+def test_a_module_without_usual_names_is_not_plainly_passed():
+    class Attention(tg.nn.Module):
+        def __init__(self):
+            self.first, self.second, self.third = (tg.nn.Linear(12, 12, rng=i) for i in range(3))
+
+        def forward(self, x):
+            return tg.nn.attention(self.first(x), self.second(x), self.third(x))
+
+    assert tg.check.attention(Attention()).summary.endswith("its projections have no usual names")
 
 
 def test_a_class_with_a_call_of_its_own_is_not_given_options_that_it_does_not_declare():

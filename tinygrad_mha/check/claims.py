@@ -359,14 +359,18 @@ def check_norms(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     unused = [name for name in "qk" if is_equal(run(name, lambda array: 0.5 - array[..., ::-1]), y, 1e-3)]
     apply_if(not unused, f"the result does not depend on {' and '.join(unused)}")
     normalised = [name for name in "qk" if is_equal(run(name, lambda array: 10 * array), y, 1e-3)]
-    # A quotient of sums, as in linear attention, cancels one factor of all keys, but not a factor of each.
-    if c.module is None and facts.see.shape[-1] > 1:
-        factors = 2.0 + np.arange(moved[1].shape[-2])[:, None]
-        is_quotient = "k" in normalised and not is_equal(run("k", lambda array: factors * array), y, 1e-3)
-        apply_if(not is_quotient, "its weights are a quotient that cancels a factor of all keys")
-    text = f"{' and '.join(normalised)} times 10 changes nothing"
-    require(len(normalised) != 1, text, f"only {'queries' if 'q' in normalised else 'keys'} are normalised, not both")
-    return "queries and keys are normalised" if normalised else "neither queries nor keys are normalised"
+    if len(normalised) == 1:  # a softmax of large scores takes one key; a quotient, as in linear attention, does not
+        arrays = [array for block in blocks["k" if "q" in normalised else "q"] for array in block]
+        with restoring(arrays):
+            for array in arrays:
+                array *= 1e6
+            n_keys = (measure_influence(c, moved, facts.seed, 1e-6) > CLOSE).sum(axis=-1).max()
+        reason = f"its weights are a quotient that cancels a factor of {normalised[0]}"
+        apply_if(n_keys <= len(blocks["q"]), reason)
+        cause = f"only {'queries' if 'q' in normalised else 'keys'} are normalised, not both"
+        raise BrokenError(f"{normalised[0]} times 10 changes nothing", cause)
+    both = "queries or keys times 10 change nothing: they are normalised, or a quotient cancels the factor"
+    return both if normalised else "neither queries nor keys are normalised"
 
 
 def check_chunking(c: Candidate, inputs: Inputs, facts: Facts) -> str:

@@ -104,9 +104,11 @@ def judge(c: Candidate, facts: Facts) -> Iterator[Finding]:
 
 
 def describe_unknown(c: Candidate, facts: Facts) -> str:
-    """That its formula is none that this check knows, and what of it can be told; "" if it is known."""
-    if facts.match.formula is not None or not Reference(c).is_known:
+    """That its formula is none that this check knows or could compare, and what can be told; "" if it is known."""
+    if facts.match.formula is not None:
         return ""
+    if not Reference(c).is_known:
+        return "its formula is not compared, because its projections have no usual names"
     text = "its formula is none that this check knows"
     if c.module is None:
         q, k, v = c.inputs

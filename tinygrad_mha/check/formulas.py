@@ -181,13 +181,11 @@ TOPS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
     "largest score of each row, hidden ones included,": lambda scores, see: scores.max(-1, keepdims=True),
     "largest of all scores": lambda scores, see: scores.max((-2, -1), keepdims=True, where=see, initial=-np.inf),
     "largest score of each column": lambda scores, see: scores.max(-2, keepdims=True, where=see, initial=-np.inf),
-    "largest score of another row": lambda scores, see: scores.max(-1, keepdims=True, where=see, initial=-np.inf).mT,
+    "largest score of another row": lambda scores, see: scores.max(-1, where=see, initial=-np.inf),
 }
 SUMS: dict[str, Callable[[np.ndarray], Any]] = {
     "the weights are not divided by their sum": lambda e: 1.0,
-    "the sum of the weights lacks keepdims=True: each weight is divided by the sum of another row": lambda e: (
-        e.sum(-1, keepdims=True).mT
-    ),
+    "the sum of the weights lacks keepdims=True: each weight is divided by the sum of another row": lambda e: e.sum(-1),
     "the weights are divided by their sum over the queries (axis -2), not over the keys: wrong axis": lambda e: e.sum(
         -2, keepdims=True
     ),
