@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
 import tinygrad_mha as tg
 from tinygrad_mha import cli
 from tinygrad_mha.cli import main
+from tinygrad_mha.training.report import open_report
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 SMALL = ["--set", "n_layer=1", "n_embd=8", "n_head=2", "block_size=8", "batch_size=2", "eval_batches=1"]
@@ -526,6 +528,14 @@ def test_what_is_mistyped_is_named(command, reason, capsys):
 )
 def test_a_refusal_names_options_and_what_to_do(command, reason, capsys):
     assert reason in refused(capsys, *command)
+
+
+def test_a_log_receives_the_progress_every_ten_seconds(monkeypatch):
+    run = SimpleNamespace(step=0, config=SimpleNamespace(steps=3))
+    for is_terminal, seconds in ((True, 0.1), (False, 10)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda answer=is_terminal: answer)
+        with open_report("bar", run) as report:
+            assert report.bar.mininterval == seconds
 
 
 def test_a_port_that_is_taken_is_named(capsys):

@@ -108,14 +108,17 @@ def test_labels_cannot_give_orders_to_a_terminal(capsys):
     ]
 
 
-def test_colours_are_for_terminals_and_no_color_turns_them_off(trace, capsys, monkeypatch):
+def test_colours_are_for_terminals_and_no_color_or_a_dumb_one_turns_them_off(trace, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     tg.show(trace)
     assert "\033[48;2;" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    tg.show(trace)
-    assert "\033" not in capsys.readouterr().out
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            tg.show(trace)
+        assert "\033" not in capsys.readouterr().out
 
 
 def test_a_matrix_several_and_a_dict_of_them_are_shown_with_the_labels_given(capsys):

@@ -684,7 +684,9 @@ def run_show(args: argparse.Namespace) -> int:
         return 0
     mha, x, words = read_sentence(args)
     y, trace = mha(x, causal=not args.no_mask, trace=True)
-    print_matrices([Matrix("X", x, "a row for each word", words), *list_weights(mha, args.head)])
+    print_matrices(
+        [Matrix("X", x, "random, as the weights; --model shows trained ones", words), *list_weights(mha, args.head)]
+    )
     print()
     tg.show(trace, words, head=args.head)
     print()
