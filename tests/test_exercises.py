@@ -130,8 +130,9 @@ def test_another_kind_of_attention_does_not_pass_as_the_solution(load):
     e = "np.exp(scores - scores.max(axis=-1, keepdims=True))"
     other = load(EXERCISES / "solutions" / "causal_attention.py", e, "(1.5 + np.tanh(scores)) * allow")
     assert tg.check.attention(other["attend"], causal=True).ok
-    with pytest.raises(AssertionError, match=r"not softmax\(Q K\^T / sqrt\(d_k\)\) V, masked"):
-        other["check"]()
+    (finding,) = other["check"]().failed
+    assert finding.name == "formula"
+    assert "from softmax(Q K^T / sqrt(d_k)) V, masked (row" in finding.message
 
 
 CACHES = {
@@ -148,3 +149,62 @@ CACHES = {
 def test_a_wrong_cache_is_explained(load, change):
     verdict = load(EXERCISES / "solutions" / "cached_attention.py", *change)["check"]()
     assert CACHES[change] in verdict.first_divergence.cause
+
+
+POSITIONS = "x = x + nn.positions.sinusoidal(np.arange(first, first + T), x.shape[-1]).astype(x.dtype)"
+RESULT = "return ops.where(allow, scores, -np.inf).softmax() @ v"
+SAME_WITH_AND_WITHOUT_A_CACHE = {  # and not what was asked for: the claim that fails, and the words
+    (RESULT, "ops.where(allow, scores, -np.inf); return x * 0"): ("start", "the result is 0 everywhere"),
+    (RESULT, "ops.where(allow, scores, -np.inf); return v[-T:]"): ("start", "each token sees itself alone"),
+    ("np.tri(T, first + T, first,", "np.eye(T, first + T, first,"): ("start", "each token sees itself alone"),
+    (POSITIONS, ""): ("start", "no positions are added"),
+    ("np.arange(first, first + T)", "np.arange(first + 1, first + T + 1)"): ("start", "the first position is 1, not 0"),
+    (RESULT, "return nn.MultiHeadAttention(12, 1, rng=0)(x, cache=cache, causal=True)"): ("start", "another layer"),
+    ("show = edit or (lambda name, tensor: tensor)", "show = lambda name, tensor: tensor"): ("show", "Q, K, V, scores"),
+}
+
+
+@pytest.mark.parametrize("change", SAME_WITH_AND_WITHOUT_A_CACHE)
+def test_what_is_wrong_with_and_without_a_cache_alike_is_refused(load, change):
+    if "MultiHeadAttention" in change[1]:
+        body = load(EXERCISES / "cached_attention.py", "show = edit or", f"{change[1]}\n        show = edit or")
+    else:
+        body = load(EXERCISES / "solutions" / "cached_attention.py", *change)
+    (finding,) = body["check"]().failed
+    claim, words = SAME_WITH_AND_WITHOUT_A_CACHE[change]
+    assert finding.name == claim
+    assert words in finding.message + finding.cause
+
+
+def test_a_cache_of_x_from_which_keys_are_computed_again_is_refused_with_the_counts(load):
+    answer = load(
+        EXERCISES / "solutions" / "cached_attention.py",
+        "        q, k, v = show",
+        "        n = T\n"
+        "        if cache is not None:\n"
+        "            x, _ = cache.append(x, x)\n"
+        "            T, first = x.shape[-2], 0\n"
+        "            cache = None\n"
+        "        result = self.attend(x, T, show)\n"
+        "        return result[-n:]\n\n"
+        "    def attend(self, x, T, show, cache=None, first=0):\n"
+        "        q, k, v = show",
+    )
+    (finding,) = answer["check"]().failed
+    assert finding.name == "work"
+    assert "15 rows of Q, 5 rows of K, 15 rows of V, 15 rows of scores are computed" in finding.message
+
+
+def test_a_use_of_a_cache_that_is_not_there_is_explained(load):
+    answer = load(EXERCISES / "solutions" / "cached_attention.py", "        if cache is not None:\n    ", "")
+    assert "behind `if cache is not None`" in answer["check"]().problem
+
+
+def test_only_a_program_that_reaches_its_end_prints_solved(tmp_path):
+    solution = (EXERCISES / "solutions" / "softmax_rule.py").read_text()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for old, new, last in [("P * (dP", "P * (dP", "solved"), ("return P", "sys.exit(0); return P", "not solved yet")]:
+        (tmp_path / "answer.py").write_text(solution.replace(old, new))
+        command = [sys.executable, str(tmp_path / "answer.py")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.stdout.splitlines()[-1] == last, done.stderr
