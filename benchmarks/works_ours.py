@@ -13,7 +13,7 @@ import tinygrad_mha as tg
 from tinygrad_mha import nn, optim
 
 Work = tuple[Callable[[], Any], list[float]]
-if getattr(tg, "kernels", None) and tg.kernels.active == "numba":
+if getattr(getattr(tg, "kernels", None), "active", None) == "numba":  # a baseline may be older than the attribute
     tg.kernels.import_compiled()  # so that its memory counts for the import, as that of the other libraries
 VERSIONS = {"tinygrad_mha": tg.__version__, "numpy": np.__version__}
 
