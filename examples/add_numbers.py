@@ -11,12 +11,12 @@ added correctly. It takes less than a minute on one core.
 `--short` stops after a few steps; the loss falls, but the target is not reached.
 """
 
-import argparse
 import sys
 
 import numpy as np
 
 import tinygrad_mha as tg
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 IGNORED = -100
 
@@ -79,8 +79,9 @@ def main(short=False):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="a few steps only")
-    args = parser.parse_args()
-    result = main(args.short)
-    sys.exit(0 if args.short or min(result["test"], result["all"]) >= 0.99 else 1)
+    with ending_quietly():
+        parser = make_parser(__doc__)
+        parser.add_argument("--short", action="store_true", help="a few steps only")
+        args = parser.parse_args()
+        result = main(args.short)
+        sys.exit(0 if args.short or min(result["test"], result["all"]) >= 0.99 else 1)

@@ -1,6 +1,7 @@
 """Print every matrix of a two-head attention on three words, then add a fourth word with the cache.
 
-All widths are different (5, 7, 11, 22), so the shape of a matrix shows where it comes from. Run it:
+All widths are different (5, 7, 11, 22), so the shape of a matrix shows where it comes from. It takes a
+second and writes no file. Run it:
 
     python examples/attention_by_hand.py
 """
@@ -14,6 +15,7 @@ import numpy as np
 import tinygrad_mha as tg
 from tinygrad_mha import Tensor, nn, ops
 from tinygrad_mha.decoding.cost import count_multiply_adds
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 WORDS = ["the", "cat", "sat", "down"]
 D_MODEL, N_HEAD, D_K, D_V = 5, 2, 7, 11
@@ -256,4 +258,6 @@ def print_equality(what: str, a: Tensor, b: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_quietly():
+        make_parser(__doc__).parse_args()
+        main()

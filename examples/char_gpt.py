@@ -12,7 +12,6 @@ guess. Then text is generated with and without the KV cache, and is the same. Ab
 `--short` stops after a few steps and only shows that the loss falls.
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha.decoding import CountedModel
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 
 def mean_loss(model, batches):
@@ -75,10 +75,11 @@ def main(short=False, file=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a text file (UTF-8)")
-    parser.add_argument("--short", action="store_true", help="a few steps only")
-    args = parser.parse_args()
-    result = main(args.short, args.text)
-    reached = result["same"] and result["losses"][-1] < result["guess"] / 2
-    sys.exit(0 if args.short or args.text or reached else 1)
+    with ending_quietly():
+        parser = make_parser(__doc__)
+        parser.add_argument("--text", type=Path, help="a text file (UTF-8)")
+        parser.add_argument("--short", action="store_true", help="a few steps only")
+        args = parser.parse_args()
+        result = main(args.short, args.text)
+        reached = result["same"] and result["losses"][-1] < result["guess"] / 2
+        sys.exit(0 if args.short or args.text or reached else 1)

@@ -25,6 +25,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, ops
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 
 class Fading(nn.Module):
@@ -94,5 +95,7 @@ def main():
 
 
 if __name__ == "__main__":
-    right, *broken = main().values()
-    sys.exit(0 if right.ok and all(verdict.failed for verdict in broken) else 1)
+    with ending_quietly():
+        make_parser(__doc__).parse_args()
+        right, *broken = main().values()
+        sys.exit(0 if right.ok and all(verdict.failed for verdict in broken) else 1)

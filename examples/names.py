@@ -12,13 +12,13 @@ letters alone 2.84. And most of the generated names are not in the list. Less th
 `--short` stops after a few steps and only shows that the loss falls.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
 import tinygrad_mha as tg
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 IGNORED = -100
 END = "\n"
@@ -86,10 +86,11 @@ def main(short=False, file=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, help="a list of names, one per line")
-    parser.add_argument("--short", action="store_true", help="a few steps only")
-    args = parser.parse_args()
-    result = main(args.short, args.file)
-    reached = result["losses"][-1] < 2.3 and result["new"] > 0.5
-    sys.exit(0 if args.short or args.file or reached else 1)
+    with ending_quietly():
+        parser = make_parser(__doc__)
+        parser.add_argument("--file", type=Path, help="a list of names, one per line")
+        parser.add_argument("--short", action="store_true", help="a few steps only")
+        args = parser.parse_args()
+        result = main(args.short, args.file)
+        reached = result["losses"][-1] < 2.3 and result["new"] > 0.5
+        sys.exit(0 if args.short or args.file or reached else 1)

@@ -8,7 +8,6 @@ same, so only the rounding of float32 differs. The whole run takes a few minutes
 are within their limits.
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import tinygrad_mha as tg
 from tinygrad_mha.data import Batches, CharTokenizer, read_text, split_text
 from tinygrad_mha.nn import GPT
 from tinygrad_mha.optim import AdamW, clip_grad_norm, decay_groups
+from tinygrad_mha.programs import ending_quietly, make_parser
 from tinygrad_mha.training import preset
 
 CONFIG = preset("cpu")  # nanoGPT's configuration for a CPU
@@ -94,7 +94,7 @@ class Replay:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--iterations", type=int, help="stop after so many (all unless given)")
     args = parser.parse_args()
@@ -131,4 +131,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending_quietly():
+        sys.exit(main())

@@ -3,6 +3,8 @@
     tinygrad-mha train --out run --config cpu --steps 5000 --set n_embd=96 block_size=128 batch_size=12 \\
         position=rotary dropout=0.05 learning_rate=3e-3 min_lr=1e-4 sample_interval=0 eval_interval=500
     python examples/small_gpt.py run        # writes tinygrad_mha/pretrained; without RUN it only measures
+
+Measuring takes about a minute and writes no file.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tinygrad_mha as tg
 from tinygrad_mha.data import builtin_corpus, split_text
 from tinygrad_mha.files import load_arrays, read_json, save_arrays, write_json
 from tinygrad_mha.files.run_folder import find_latest
+from tinygrad_mha.programs import ending_quietly, make_parser
 from tinygrad_mha.training.resume import PRETRAINED, compute_digest, seal_state
 
 MODEL, TOKENIZER = "model.safetensors", "characters.json"
@@ -104,6 +107,10 @@ def measure_loss_without(model: tg.nn.GPT, rows: np.ndarray, layer: int, head: i
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        pack(sys.argv[1])
-    measure()
+    with ending_quietly():
+        parser = make_parser(__doc__)
+        parser.add_argument("run", nargs="?", help="the folder of the run to make it from")
+        args = parser.parse_args()
+        if args.run:
+            pack(args.run)
+        measure()

@@ -16,7 +16,6 @@ relative, the window) lose less on the longer windows than the learned table. On
 `--short` stops after a few steps and only shows that the loss falls.
 """
 
-import argparse
 import math
 import sys
 import time
@@ -25,6 +24,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, ops
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 LENGTH = 64  # of a window in training
 SENTENCE = "The value of the expression is the object itself."
@@ -148,9 +148,10 @@ def reaches_target(results, guess):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--picture", help="where to write the picture")
-    parser.add_argument("--short", action="store_true", help="a few steps only")
-    args = parser.parse_args()
-    result = main(args.short, args.picture)
-    sys.exit(0 if args.short or reaches_target(result["results"], result["guess"]) else 1)
+    with ending_quietly():
+        parser = make_parser(__doc__)
+        parser.add_argument("--picture", help="where to write the picture")
+        parser.add_argument("--short", action="store_true", help="a few steps only")
+        args = parser.parse_args()
+        result = main(args.short, args.picture)
+        sys.exit(0 if args.short or reaches_target(result["results"], result["guess"]) else 1)

@@ -7,7 +7,6 @@ The sentence has four words, and each word has a vector of six numbers. Nothing 
 drawn at random once, with one decimal, so that every step can be checked with pencil and paper.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha.nn import attention, sinusoidal
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 SENTENCE = ["we", "see", "the", "sea"]
 WIDTH, HEAD = 6, 3
@@ -154,10 +154,11 @@ def save_pictures(run, folder):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", metavar="FOLDER", help="draw every stage into this folder")
-    args = parser.parse_args()
-    run = run_all_stages()
-    print_report(run)
-    if args.out:
-        save_pictures(run, args.out)
+    with ending_quietly():
+        parser = make_parser(__doc__)
+        parser.add_argument("--out", metavar="FOLDER", help="draw every stage into this folder")
+        args = parser.parse_args()
+        run = run_all_stages()
+        print_report(run)
+        if args.out:
+            save_pictures(run, args.out)

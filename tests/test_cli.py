@@ -314,6 +314,15 @@ def test_a_reader_that_has_enough_ends_the_command_silently(run):
     assert result.returncode == 141
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["show", "--help"]], ids=" ".join)
+def test_a_help_that_cannot_be_written_is_an_error(argv):
+    with open("/dev/full", "w") as full:
+        result = call(argv, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "tinygrad-mha: No space left on device\n"
+
+
 def test_standard_output_that_is_not_utf_8_receives_replaced_characters(tmp_path, run):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = ["graph", "mha", "-o", tmp_path / "注意.dot"]

@@ -1,12 +1,17 @@
 """The toy examples: their training data are as described, and the models learn."""
 
 import importlib.util
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+
+import tinygrad_mha as tg
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -93,3 +98,35 @@ def test_the_variants_of_attention_are_drawn_in_one_picture(tmp_path):
     weights = {name: np.tri(5) / np.arange(1, 6)[:, None] * np.ones((2, 1, 1)) for name in example.VARIANTS}
     example.draw(weights, "abcde", tmp_path / "variants.png")
     assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
+
+
+PROGRAMS = [path for path in sorted(EXAMPLES.rglob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_every_example_answers_help_and_ends_quietly(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.syspath_prepend(str(path.parent))
+    with patch.dict(tg.ops.REGISTRY), pytest.raises(SystemExit) as end:  # an example may define a primitive
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+    assert "with ending_quietly():" in path.read_text(encoding="utf-8").partition("__main__")[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [(KeyboardInterrupt, 130, "-c: interrupted\n"), (BrokenPipeError, 141, "")]
+)
+def test_a_script_that_is_stopped_prints_no_traceback(error, code, said):
+    script = f"from tinygrad_mha.programs import ending_quietly\nwith ending_quietly():\n    raise {error.__name__}"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (code, said)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX pipe")
+def test_an_example_whose_reader_has_enough_ends_silently():
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run([sys.executable, EXAMPLES / "attention_by_hand.py"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, b"")

@@ -40,6 +40,7 @@ from tinygrad_mha.files.run_folder import STATE, find_latest
 from tinygrad_mha.laboratory import LabServer, find_weights
 from tinygrad_mha.nn import GPT, MultiHeadAttention
 from tinygrad_mha.primitives import Primitive
+from tinygrad_mha.programs import discard, end_early
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import PRESETS, DivergedError, TrainConfig, load_trained, train
 from tinygrad_mha.training.config import list_option_names
@@ -81,24 +82,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:  # with the usage of the command, not that of tinygrad-mha
-        message = f"unrecognized arguments: {' '.join(unknown)}{hint_signs(argv)}"
-        getattr(args, "parser", parser).error(message)
-    if not hasattr(args, "run"):
-        parser.print_help()
-        return 2
+    args = argparse.Namespace(debug=False)
     try:
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:  # with the usage of the command, not that of tinygrad-mha
+            message = f"unrecognized arguments: {' '.join(unknown)}{hint_signs(argv)}"
+            getattr(args, "parser", parser).error(message)
+        if not hasattr(args, "run"):
+            parser.print_help()
+            return 2
         code = args.run(args)
         print(end="", flush=True)
         return code
-    except KeyboardInterrupt:
-        with suppress(OSError):
-            print("tinygrad-mha: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `| head` has read enough
-        discard(sys.stdout)
-        return 141
+    except (KeyboardInterrupt, BrokenPipeError) as error:  # `| head` has read enough
+        return end_early(error, "tinygrad-mha")
     except Exception as error:
         with suppress(OSError):  # standard error may be closed
             if args.debug:
@@ -145,6 +142,13 @@ class Parser(argparse.ArgumentParser):
             message += suggest(wrong[1] or wrong[2], known)
         super().error(message)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write now, so that a help or version that cannot be written is an error; argparse ignores it."""
+        if file is sys.stdout:
+            print(message, end="", flush=True)
+        else:
+            super()._print_message(message, file)
+
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """The known word that is like a mistyped one, as the end of a message, or nothing."""
@@ -159,12 +163,6 @@ def hint_signs(argv: Sequence[str]) -> str:
         if typed != text:
             return f"; {text!r} has another sign than the plain {typed!r}"
     return ""
-
-
-def discard(stream: Any) -> None:
-    """Let what Python still writes to a stream at its exit lead nowhere."""
-    with suppress(io.UnsupportedOperation):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def prepare_streams() -> None:

@@ -6,6 +6,8 @@ python examples/translation/a_per_word.py
 import common
 from models import PerWord
 
+from tinygrad_mha.programs import ending_quietly
+
 RUNG, TITLE = "a", "per word"
 
 
@@ -14,4 +16,5 @@ def build(corpus, seed=0):
 
 
 if __name__ == "__main__":
-    common.run(RUNG, TITLE, build, __doc__)
+    with ending_quietly():
+        common.run(RUNG, TITLE, build, __doc__)

@@ -11,6 +11,8 @@ import sys
 import common
 from models import Seq2Seq
 
+from tinygrad_mha.programs import ending_quietly
+
 RUNG, TITLE = "b", "RNN"
 
 
@@ -31,9 +33,10 @@ def build_gru(corpus, seed=0):
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    gru = arguments[:2] == ["--cell", "gru"]
-    if gru:
-        common.run(RUNG, "GRU", build_gru, __doc__, arguments[2:])
-    else:
-        common.run(RUNG, TITLE, build, __doc__, arguments)
+    with ending_quietly():
+        arguments = sys.argv[1:]
+        gru = arguments[:2] == ["--cell", "gru"]
+        if gru:
+            common.run(RUNG, "GRU", build_gru, __doc__, arguments[2:])
+        else:
+            common.run(RUNG, TITLE, build, __doc__, arguments)

@@ -13,6 +13,7 @@ import common
 from models import PerWord
 
 from tinygrad_mha import nn
+from tinygrad_mha.programs import ending_quietly
 
 RUNG, TITLE = "c", "attention, no positions"
 
@@ -46,7 +47,8 @@ def show_answers_per_word(model, corpus):
 
 
 if __name__ == "__main__":
-    model, corpus = common.run(RUNG, TITLE, build, __doc__)
-    if "--pairs" not in sys.argv:
-        print("\nEach word gets the same answer in every position:")
-        show_answers_per_word(model, corpus)
+    with ending_quietly():
+        model, corpus = common.run(RUNG, TITLE, build, __doc__)
+        if "--pairs" not in sys.argv:
+            print("\nEach word gets the same answer in every position:")
+            show_answers_per_word(model, corpus)

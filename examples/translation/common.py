@@ -1,6 +1,5 @@
 """Code that all rungs share: the sentences, training, measuring, and the report."""
 
-import argparse
 import json
 import math
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 from number_words import split_numbers, to_chinese, to_english
 
 import tinygrad_mha as tg
+from tinygrad_mha import programs
 from tinygrad_mha.data import read_text
 from tinygrad_mha.optim import AdamW, clip_grad_norm, warmup_cosine
 
@@ -355,7 +355,7 @@ def format_examples(row):
 
 def make_parser(description):
     """Return a parser of the options that all rungs have."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = programs.make_parser(description)
     p.add_argument("--steps", type=int, default=Settings.steps, help="the number of optimizer steps")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--short", action="store_true", help="run a few steps on little data, as a test")

@@ -6,6 +6,8 @@ python examples/translation/d_positions.py
 import c_attention
 import common
 
+from tinygrad_mha.programs import ending_quietly
+
 RUNG, TITLE = "d", "with positions"
 
 
@@ -14,4 +16,5 @@ def build(corpus, seed=0):
 
 
 if __name__ == "__main__":
-    common.run(RUNG, TITLE, build, __doc__)
+    with ending_quietly():
+        common.run(RUNG, TITLE, build, __doc__)

@@ -7,6 +7,7 @@ import c_attention
 import common
 
 from tinygrad_mha import nn
+from tinygrad_mha.programs import ending_quietly
 
 RUNG, TITLE = "e", "one head"
 
@@ -16,4 +17,5 @@ def build(corpus, seed=0, n_head=1):
 
 
 if __name__ == "__main__":
-    common.run(RUNG, TITLE, build, __doc__)
+    with ending_quietly():
+        common.run(RUNG, TITLE, build, __doc__)

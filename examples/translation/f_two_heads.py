@@ -6,6 +6,8 @@ python examples/translation/f_two_heads.py
 import common
 import e_one_head
 
+from tinygrad_mha.programs import ending_quietly
+
 RUNG, TITLE = "f", "two heads"
 
 
@@ -14,4 +16,5 @@ def build(corpus, seed=0):
 
 
 if __name__ == "__main__":
-    common.run(RUNG, TITLE, build, __doc__)
+    with ending_quietly():
+        common.run(RUNG, TITLE, build, __doc__)

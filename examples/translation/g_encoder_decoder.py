@@ -13,6 +13,7 @@ were trained with the same options, instead of training.
 import common
 
 from tinygrad_mha import nn
+from tinygrad_mha.programs import ending_quietly
 
 RUNG, TITLE = "g", "encoder-decoder"
 
@@ -57,4 +58,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with ending_quietly():
+        main()

@@ -22,6 +22,8 @@ import f_two_heads
 import g_encoder_decoder
 import pictures
 
+from tinygrad_mha.programs import ending_quietly
+
 RUNGS = [(module.RUNG, module.TITLE, module.build) for module in (a_per_word, b_rnn)]
 RUNGS += [("b", "GRU", b_rnn.build_gru)]
 RUNGS += [
@@ -84,4 +86,5 @@ def write_report(rows, corpus, args):
 
 
 if __name__ == "__main__":
-    main()
+    with ending_quietly():
+        main()

@@ -10,6 +10,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, ops
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 
 class Attention(nn.Module):
@@ -83,7 +84,9 @@ def compare_with_start(y, x):
 
 
 if __name__ == "__main__":
-    verdict = check()
-    print(verdict)
-    print("solved" if verdict.ok else "not solved yet")
-    sys.exit(verdict.exit_code)
+    with ending_quietly():
+        make_parser(__doc__).parse_args()
+        verdict = check()
+        print(verdict)
+        print("solved" if verdict.ok else "not solved yet")
+        sys.exit(verdict.exit_code)

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 import tinygrad_mha as tg
+from tinygrad_mha.programs import ending_quietly, make_parser
 
 
 def rule(dP, P):
@@ -37,7 +38,9 @@ def check():
 
 
 if __name__ == "__main__":
-    verdict = check()
-    print(verdict)
-    print("solved" if verdict.ok else "not solved yet")
-    sys.exit(verdict.exit_code)
+    with ending_quietly():
+        make_parser(__doc__).parse_args()
+        verdict = check()
+        print(verdict)
+        print("solved" if verdict.ok else "not solved yet")
+        sys.exit(verdict.exit_code)
