@@ -224,6 +224,7 @@ PARTS += [
     "check",
     "demo",
     "laboratory",
+    "programs",
     "cli",
 ]
 
