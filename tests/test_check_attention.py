@@ -392,6 +392,40 @@ def test_a_formula_of_another_kind_is_not_plainly_passed():
     assert end in verdict._repr_html_()
 
 
+def weigh(scores):
+    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def square_distances(q, k):
+    return ((q[..., :, None, :] - k[..., None, :, :]) ** 2).sum(axis=-1)
+
+
+OTHER_KINDS = {
+    "a Gaussian kernel, whose scores are q k^T and what keys alone give": lambda q, k: -square_distances(q, k) / 2,
+    "a wider one": lambda q, k: -square_distances(q, k) / 8,
+    "distances": lambda q, k: -np.sqrt(square_distances(q, k)),
+    "distances to the keys twice as far": lambda q, k: -square_distances(q, 2 * k) / 2,
+    "scores and the lengths of the keys": lambda q, k: q @ k.mT + np.linalg.norm(k, axis=-1)[..., None, :],
+    "cosines": lambda q, k: 10 * (q @ k.mT) / np.sqrt((q * q).sum(-1)[..., None] * (k * k).sum(-1)[..., None, :]),
+    "polynomials": lambda q, k: np.log((1 + q @ k.mT) ** 2 + 1),
+    "bounded scores": lambda q, k: 5 * np.tanh(q @ k.mT / 5),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_attention_by_another_similarity_has_no_fault_of_the_formula(kind):
+    verdict = tg.check.attention(lambda q, k, v: weigh(OTHER_KINDS[kind](q, k)) @ v)
+    assert verdict.summary == "passed what applies; its formula is none that this check knows", str(verdict)
+
+
+def test_a_missing_scale_is_noticed_beside_a_bias_of_the_positions():
+    def biased(q, k, v):
+        return weigh(q @ k.mT - 0.5 * np.abs(np.arange(q.shape[-2])[:, None] - np.arange(k.shape[-2]))) @ v
+
+    assert "not divided by sqrt(d_k)" in str(tg.check.attention(biased))
+
+
 @pytest.mark.parametrize(("name", "says"), [("norms", "does not depend on q and k"), ("scale", "more than one key")])
 def test_what_attends_to_nothing_does_not_pass_a_claim_about_weights(name, says):
     (finding,) = (f for f in tg.check.attention(lambda q, k, v: v).findings if f.name == name)

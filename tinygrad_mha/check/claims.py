@@ -528,7 +528,7 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 def check_overflow(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """Large scores give finite numbers."""
     y = c(*(x * 300.0 if i < 2 else x for i, x in enumerate(inputs)))
-    cause = "exp overflows: the largest score of each row is not subtracted before it"
+    cause = "exp overflows, or a row sums to 0: the largest score of each row is not subtracted"
     if facts.match.claim == "softmax":
         cause = "exp overflows, or a sum of weights is 0: see softmax"
     elif not np.isfinite(y).all() and not c.takes_rows:

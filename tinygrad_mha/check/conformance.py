@@ -59,7 +59,7 @@ def attention(candidate: Any, *inputs: Any, causal: bool | None = None, seed: in
         >>> for finding in attention(unscaled).failed:
         ...     print(finding.name, "-", finding.cause)
         scale - the scores are not divided by sqrt(d_k): the scale is missing
-        overflow - exp overflows: the largest score of each row is not subtracted before it
+        overflow - exp overflows, or a row sums to 0: the largest score of each row is not subtracted
     """
     name = name_subject(candidate)
     try:

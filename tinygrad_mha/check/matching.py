@@ -159,6 +159,8 @@ class Reference:
                 fewer, see = tuple(x[..., :n, :] for x in inputs), see[:n, :n]
                 bias = self.measure_bias(fewer, see)
                 match = replace(next(self._search(fewer, see, bias, self.candidate), Match()), n=n)
+                if match.claim and not is_equal(bias, self.measure_bias(fewer, see, key_factor=0.5)):
+                    return Match()  # the scores are not q k^T and a bias, as with a kernel of |q - k|: no fault of one
                 cause = judge_distances(bias, see, q.shape[-1] // self._count_heads(q, self.n_head))
                 if cause and not match.claim:
                     match = replace(match, claim="positions", cause=cause)
@@ -228,16 +230,19 @@ class Reference:
             return "positions", "the frequencies of the rotation are base^(-i/d) instead of base^(-2i/d)"
         return ("positions" if stated else ""), f"the base of the rotation is {numbers}, but it states {stated}"
 
-    def measure_bias(self, inputs: tuple[np.ndarray, ...], see: np.ndarray) -> np.ndarray:
+    def measure_bias(self, inputs: tuple[np.ndarray, ...], see: np.ndarray, key_factor: float = 1.0) -> np.ndarray:
         """What is added to the scores, (..., T_q, T_k), if a head is as wide as there are keys.
 
         With queries of 0 there is nothing else in the scores, and the weights follow from the result and the values.
+        Keys are multiplied with `key_factor`, which changes nothing unless what is added is made from them.
         """
         copies, blocks = self.open(inputs)
-        arrays = [array for block in blocks["q"] for array in block]
-        with restoring(arrays):
-            for array in arrays:
-                array[...] = 0.0
+        factors = {"q": 0.0, "k": key_factor}
+        arrays = {name: [array for block in blocks[name] for array in block] for name in factors}
+        with restoring([*arrays["q"], *arrays["k"]]):
+            for name, factor in factors.items():
+                for array in arrays[name]:
+                    array *= factor
             y = self.candidate(*copies)
         for weight, offset in self.parts.get("o", []):
             y = (y - offset) @ np.linalg.pinv(weight)
