@@ -206,6 +206,10 @@ def test_graph_draws_a_users_function(tmp_path, capsys):
     assert "expected mha, block, gpt or FILE.py:NAME" in refused(capsys, "graph", "what", "-o", out)
     assert "needs inputs" in refused(capsys, "graph", f"{file}:f", "-o", out)
     assert ".svg" in refused(capsys, "graph", "mha", "-o", tmp_path / "x.bmp")
+    file.write_text("def attend(q, k, v): return (q @ k.mT).softmax() @ v\ndef double(x): return 2 * x\n")
+    for name, said in {"attend": "q 3x5, k 3x5, v 3x7", "double": "x 3x5"}.items():
+        assert main(["graph", f"{file}:{name}", "-o", str(out)]) == 0
+        assert f"inputs: {said}; --shape takes others" in capsys.readouterr().err
 
 
 def test_walkthrough_writes_a_page_of_a_users_sentence(tmp_path, run, capsys):

@@ -248,6 +248,20 @@ def test_queries_keys_and_values_of_a_function_are_inputs():
     assert kinds(tg.graph((q @ k.mT).softmax()))["k"] == "parameter"  # the output layer of a classifier
 
 
+def test_queries_keys_and_values_are_inputs_also_of_distances_and_of_a_softmax_written_out():
+    rng = np.random.default_rng(0)
+    q, k, v = (tg.Tensor(rng.standard_normal((3, 5)), requires_grad=True, name=name) for name in "qkv")
+    distances = ((q[:, None] - k) ** 2).sum(axis=-1)
+    for scores in (-distances / 2, q @ k.mT / 5**0.5):
+        e = scores.exp()
+        assert {kinds(tg.graph(e / e.sum(axis=-1, keepdims=True) @ v))[name] for name in "qkv"} == {"input"}
+        assert kinds(tg.graph(e @ v))["v"] == "parameter"  # rows that do not sum to 1 are no weights
+    gain, w = tg.Tensor(rng.standard_normal(5), requires_grad=True, name="gain"), tg.Tensor(np.eye(5), True, name="w")
+    x = q - q.mean(axis=-1, keepdims=True)
+    layer_norm = kinds(tg.graph(x / (x * x).mean(axis=-1, keepdims=True).sqrt() * gain @ w))
+    assert (layer_norm["q"], layer_norm["gain"], layer_norm["w"]) == ("input", "parameter", "parameter")
+
+
 def test_slices_of_a_parameter_are_drawn_as_the_matrices_of_the_heads():
     shown = boxes(tg.graph(swept(nn.MultiHeadAttention(5, 2, d_k=7, d_v=11, rng=0).per_head(np.ones((3, 5))))))
     assert {"W_Q1", "W_Q2", "W_K1", "W_K2", "W_V1", "W_V2"} < set(shown)

@@ -552,7 +552,7 @@ def run_graph(args: argparse.Namespace) -> int:
     """Draw a computation: attention, a block, a GPT, or your own function.
 
     The picture shows shapes, values and gradients. Your own function is called with its default values, or with random
-    arrays of --shape, and returns tensors.
+    arrays of --shape (q, k, v: 3x5 3x5 3x7; a single input: 3x5), and returns tensors.
 
     Examples:
       tinygrad-mha graph mha --open
@@ -566,7 +566,7 @@ def run_graph(args: argparse.Namespace) -> int:
         if args.shape:
             raise ValueError("--shape needs a FILE.py:NAME")
         y = SUBJECTS[args.target](args.seed) if args.model is None else run_model(args)
-    elif ":" not in args.target:
+    elif ":" not in args.target and not args.target.endswith(".py"):
         known = ", ".join(SUBJECTS)
         raise ValueError(f"expected {known} or FILE.py:NAME, got {args.target!r}{suggest(args.target, SUBJECTS)}")
     else:
@@ -817,7 +817,8 @@ def run_gradcheck(args: argparse.Namespace) -> int:
     """Check every derivative rule, or your own function, against finite differences.
 
     Without a target all primitives are checked. The inputs of your own function are its default values, the samples of
-    a primitive, or random arrays of --shape. Exit code 0: all correct; 1: a check failed; 2: could not be run.
+    a primitive, or random arrays of --shape (q, k, v: 3x5 3x5 3x7; a single input: 3x5). Exit code 0: all correct;
+    1: a check failed; 2: could not be run.
 
     Examples:
       tinygrad-mha gradcheck
@@ -952,18 +953,25 @@ def run_examples(args: argparse.Namespace) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 # A user's own function
 
+SHAPES = {"x": ["3x5"], "qkv": ["3x5", "3x5", "3x7"]}  # of the only input; of those with these initials
+
 
 def make_inputs(f: Any, args: argparse.Namespace) -> list[Any]:
-    """The inputs of `f`: random arrays of the given shapes, or its own default values."""
+    """The inputs of `f`: random arrays of the given shapes or of SHAPES, or its own default values."""
     if args.shape:
         return make_arrays(f, args)
     parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     without = [p.name for p in positional if p.default is p.empty]
+    args.shape = SHAPES.get("".join(name[0].lower() for name in without) if len(without) > 1 else "x" * len(without))
+    if args.shape:
+        inputs = ", ".join(map(" ".join, zip(without, args.shape, strict=True)))
+        print(f"inputs: {inputs}; --shape takes others", file=sys.stderr)
+        return make_arrays(f, args)
     if without or not positional:
         raise ValueError(
-            f"{args.target} needs inputs: give a shape for each of {without or 'them'}, as in --shape 3x5 5x7, "
-            f"or array defaults in the function"
+            f"{args.target} needs inputs: give a shape for each of {without or 'them'}, as in "
+            f"--shape {' '.join(['3x5'] * (len(without) or 1))}, or array defaults in the function"
         )
     return [p.default for p in positional if p.default is not None]
 

@@ -37,13 +37,15 @@ def load_object(target: str, with_classes: bool = False) -> Callable[..., Any]:
         FileNotFoundError: there is no such file.
         TypeError: NAME is something else.
     """
-    path, _, name = target.rpartition(":")
-    if not path or not name:
+    path, _, name = target.rpartition(":") if not target.endswith(".py") else (target, ":", "")
+    if not path or not (name or path.endswith(".py")):
         raise OwnCodeError(f"expected FILE.py:NAME, got {target!r}")
     module = run_file(Path(path))
     if name not in vars(module):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
-        raise OwnCodeError(f"{path} has no {name!r}; it defines {', '.join(own) or 'no functions'}")
+        defined = f"it defines {', '.join(own) or 'no functions'}"
+        choose = f"{path} is a file: choose a name in it, as in {path}:{own[0] if own else 'NAME'}"
+        raise OwnCodeError(f"{path} has no {name!r}; {defined}" if name else f"{choose}; {defined}")
     found = vars(module)[name]
     if not callable(found):
         raise TypeError(f"{target} is a {type(found).__name__}, expected a function, a primitive or a module")

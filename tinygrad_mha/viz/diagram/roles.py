@@ -2,12 +2,15 @@
 
 A leaf that a module owns is a parameter. For other leaves `requires_grad` decides, and the roles that primitives
 declare for their arguments: in `x @ w`, x is the data and w the weight, but in `softmax(q @ k.mT) @ v` all three are
-data. Whether a slice has a name matters (W_Q1 is a parameter, `w[0]` is not); what the name is does not.
+data, and so they are if the scores are distances or the softmax is written out. Whether a slice has a name matters
+(W_Q1 is a parameter, `w[0]` is not); what the name is does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
+
+import numpy as np
 
 from tinygrad_mha.viz.diagram.frames import Frame
 from tinygrad_mha.viz.diagram.picture import Kind
@@ -45,7 +48,7 @@ def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
     if leaf.op is not None or not leaf.requires_grad:
         return False
     uses = find_uses(run, leaf)
-    if any(user.has_kind("product") and is_step_of_attention(run, user) for _, user in uses):
+    if any(is_step_of_attention(run, user) for _, user in uses):
         return False
     if any(used is leaf and weight_role(used, user) for used, user in uses):
         return True
@@ -59,18 +62,46 @@ def is_parameter(run: Run, leaf: Value, frame_of: dict[Value, Frame]) -> bool:
     return any(user.has_kind(*ELEMENTWISE) and not dependents.issuperset(user.sources) for _, user in uses)
 
 
-def is_step_of_attention(run: Run, product: Value) -> bool:
-    """Whether a product is the scores or the result of softmax(q @ k.mT) @ v, with scales and masks between."""
-    if product.sources[0].has_kind("distribution"):
+def is_step_of_attention(run: Run, step: Value) -> bool:
+    """Whether a step is the scores or the result of softmax(q @ k.mT) @ v, with scales and masks between.
+
+    Scores may be something else than products, such as distances, and weights any numbers that sum to 1.
+    """
+    is_product = step.has_kind("product")
+    if is_product and is_distribution(step.sources[0]):
         return True
-    stack = [product]
+    if not is_product and not compares_leaves(step):
+        return False
+    stack = [step]
     while stack:
         for user in run.users[stack.pop()]:
-            if user.has_kind("distribution"):
+            if is_distribution(user):
                 return any(next_user.has_kind("product") for next_user in run.users[user])
-            if user.array.shape == product.array.shape and not user.has_kind("product"):
+            if not user.has_kind("product") and (not is_product or user.array.shape == step.array.shape):
                 stack.append(user)
     return False
+
+
+def is_distribution(value: Value) -> bool:
+    """Whether a value is a softmax, or made element by element and not negative with rows that sum to 1."""
+    if value.has_kind("distribution"):
+        return True
+    x = value.array
+    if not value.has_kind(*ELEMENTWISE) or x.ndim < 2 or x.shape[-1] < 2 or not x.size or not x.min() >= 0:
+        return False
+    return bool(np.allclose(x.sum(axis=-1), 1.0, rtol=0, atol=1e-5))
+
+
+def compares_leaves(value: Value) -> bool:
+    """Whether a value combines two different leaves, which may be reshaped, element by element."""
+    return value.has_kind(*ELEMENTWISE) and len({find_leaf(x) for x in value.sources} - {None}) > 1
+
+
+def find_leaf(value: Value) -> Value | None:
+    """The leaf that the value is, or that it rearranges; None if it is computed."""
+    while value.has_kind(*RESHAPING) and len(value.sources) == 1:
+        value = value.sources[0]
+    return value if value.op is None else None
 
 
 def find_dependents(run: Run, leaf: Value) -> set[Value]:
