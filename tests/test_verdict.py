@@ -61,6 +61,14 @@ def test_a_table_escapes_what_it_shows():
     assert "<large>" not in html
 
 
+def test_a_notebook_lists_what_failed_first_and_white_on_red():
+    findings = [Finding("causality", "passed"), Finding("scale", "failed", example={"x": np.eye(2)})]
+    rows = Verdict("mine", findings)._repr_html_().split("<tr>")[1:]
+    assert ["scale" in row for row in rows] == [True, False]
+    assert ["color:#fff;background:#b3261e" in row for row in rows] == [True, False]
+    assert '<pre style="font-family:' in rows[0]
+
+
 # ------------------------------------------------------------------------------------------------------ a person's file
 
 FILES = {

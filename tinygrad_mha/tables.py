@@ -1,11 +1,14 @@
-"""Tables as HTML, by which notebooks show results."""
+"""Tables and text blocks as HTML, by which notebooks show results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["make_table"]
+__all__ = ["make_pre", "make_table"]
+
+# The first two have no Chinese characters: a browser takes those from the fonts that follow.
+MONOSPACE = "Menlo,Consolas,'Noto Sans Mono CJK SC','Sarasa Mono SC','DejaVu Sans Mono',SimSun,monospace"
 
 
 def make_table(title: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
@@ -20,3 +23,14 @@ def make_table(title: str, rows: Iterable[Sequence[str]], header: Sequence[str] 
     lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     # Not as a caption, which would be as narrow as the table.
     return f"<div>{escape(title)}</div><table>{lines}</table>"
+
+
+def make_pre(text: str, height: str = "") -> str:
+    """Text whose columns stay aligned: long lines scroll, and with a `height` ("30em") long texts do too.
+
+    Example:
+        >>> make_pre("1 < 2")
+        '<pre style="font-family:...;overflow:auto">1 &lt; 2</pre>'
+    """
+    style = f"font-family:{MONOSPACE};line-height:1.3;overflow:auto" + (f";max-height:{height}" if height else "")
+    return f'<pre style="{style}">{escape(text)}</pre>'

@@ -25,6 +25,7 @@ from tinygrad_mha.nn import GPT, KVCache
 from tinygrad_mha.nn.contract import GUIDE, find_options
 from tinygrad_mha.nn.heads import Steps, select_layer_cache
 from tinygrad_mha.nn.module import Module
+from tinygrad_mha.tables import make_pre
 from tinygrad_mha.tensors import Tensor, as_tensor, plain
 
 __all__ = ["CacheVerdict", "Divergence", "kv_cache", "list_chunkings"]
@@ -107,7 +108,7 @@ class CacheVerdict(Verdict):
         return super().__str__() + (f"\n{self.ledger}" if self.ledger.steps else "")
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() + (f"<pre>{self.ledger}</pre>" if self.ledger.steps else "")
+        return super()._repr_html_() + (make_pre(str(self.ledger)) if self.ledger.steps else "")
 
 
 def kv_cache(model: Module, ids: Any, *, most: int = 64) -> CacheVerdict:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tinygrad_mha.files.python_files import TimeLimitError, catching_exit, limiting
-from tinygrad_mha.tables import make_table
+from tinygrad_mha.tables import make_pre, make_table
 
 __all__ = ["PACKAGE", "CheckError", "Finding", "Status", "StoppedError", "Verdict"]
 __all__ += ["confining", "get_width", "name_subject", "wrap_lines"]
@@ -25,6 +25,7 @@ Status = Literal["passed", "failed", "does not apply"]
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # whose files are not code of a person
 WIDTH = 100  # the most columns of the text
+COLOURS = {"failed": "color:#fff;background:#b3261e;font-weight:bold", "passed": "color:#1a7f37"}  # in HTML
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,17 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         rows = []
-        for finding in self.findings:
+        for finding in sorted(self.findings, key=lambda finding: finding.status != "failed"):
             text = html.escape(finding.message)
             if finding.cause:
                 text += f"<br><b>cause: {html.escape(finding.cause)}</b>"
             if finding.example:
                 parts = "\n".join(format_value(name, value, WIDTH) for name, value in finding.example.items())
-                text += f"<pre>{html.escape(parts)}</pre>"
-            rows.append((html.escape(self._status_word(finding)), html.escape(finding.name), text))
+                text += make_pre(parts)
+            status = html.escape(self._status_word(finding))
+            if finding.status in COLOURS:
+                status = f'<span style="{COLOURS[finding.status]};padding:1px 5px;white-space:nowrap">{status}</span>'
+            rows.append((status, html.escape(finding.name), text))
         title = f"{self.subject}: {self.summary}" + (f". {self.problem}" if self.problem else "")
         return make_table(title, rows)
 

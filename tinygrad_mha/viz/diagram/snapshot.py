@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from tinygrad_mha.arguments import check_choice, check_count
 from tinygrad_mha.engine import toposort
 from tinygrad_mha.files import replacing
+from tinygrad_mha.tables import make_pre
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.viz.diagram import graphviz_engines as engines
 from tinygrad_mha.viz.diagram.closing import close_frames, list_states
@@ -143,7 +143,7 @@ class Graph:
             svg = self.svg()
         except engines.NoEngineError as error:
             text = f"{error}\n\n{self.dot}"
-            return {"text/plain": text, "text/html": f'<pre style="max-height:30em;overflow:auto">{escape(text)}</pre>'}
+            return {"text/plain": text, "text/html": make_pre(text, "30em")}
         # Not as an SVG too: that is displayed as an image, which has no tooltips, and the notebook would store both.
         return {"text/html": engines.make_cell(svg), "text/plain": repr(self)}
 
