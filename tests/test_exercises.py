@@ -84,7 +84,15 @@ RULES = {
     "P * (dP - (P * dP).sum(axis=0, keepdims=True))": "a sum over axis -1 is right",
     "P * (dP - (P * dP).mean(axis=-1, keepdims=True))": "a sum over axis -1 is right",
     "dP - (P * dP).sum(axis=-1, keepdims=True)": "a factor P is missing",
-    "P * ((P * dP).sum(axis=-1, keepdims=True) - dP)": "the sign: -dS is right",
+    "P * ((P * dP).sum(axis=-1, keepdims=True) - dP)": "the sign is wrong, of every element",
+    "P * (dP - dP.sum(axis=-1, keepdims=True))": "a row sum is missing or wrong",
+    "dP": "it is dP, unchanged",
+    "P": "it is P, unchanged",
+    "P * (1 - P)": "it does not depend on dP",
+    "P * dP * dP": "dP must be a factor of each term exactly once",
+    "P * (dP - P)": "dP must be a factor of each term exactly once",
+    "np.zeros_like(P)": "it is 0 everywhere",
+    "P * np.nan": "not finite, first at [0, 0]",
     "print(P)": "",  # returns None
 }
 
@@ -94,6 +102,19 @@ def test_a_wrong_rule_of_softmax_is_explained(load, answer):
     (finding,) = load(EXERCISES / "softmax_rule.py", "return dP ", f"return {answer} ")["check"]().failed
     assert RULES[answer] in finding.cause
     assert RULES[answer] or "does it end with return?" in finding.message
+
+
+def test_a_rule_of_another_shape_is_told_the_shape(load):
+    (finding,) = load(EXERCISES / "softmax_rule.py", "return dP ", "return (P * dP).sum(axis=-1) ")["check"]().failed
+    assert finding.message == "has the shape (3,), expected (3, 5)"
+
+
+def test_no_message_on_a_rule_contains_the_answer(load):
+    for answer in RULES:
+        tg.ops.REGISTRY.pop("softmax_of_rows", None)
+        (finding,) = load(EXERCISES / "softmax_rule.py", "return dP ", f"return {answer} ")["check"]().failed
+        assert "P * dS" not in finding.cause
+        assert "dS -" not in finding.cause
 
 
 ATTENTIONS = {  # what is changed in the solution, and the claim and the words that the student reads first
@@ -141,6 +162,8 @@ CACHES = {
     ("np.tri(T, first + T, first,", "np.tri(T,"): "operands could not be broadcast together",
     ("np.arange(first, first + T)", "np.arange(T)"): "position not offset",
     ("np.arange(first, first + T)", "np.arange(first + bool(first), first + bool(first) + T)"): "position off by one",
+    ("k, v = cache.append(k, v)", "v, k = cache.append(k, v)"): "keys and values exchanged",
+    ("k, v = cache.append(k, v)", "k, v = cache.append(v, k)"): "keys and values exchanged",
     ("k, v = cache.append(k, v)", "cache.append(k, v)"): "shapes (1,5) and (1,12) not aligned",
 }
 

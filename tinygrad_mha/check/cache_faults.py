@@ -187,6 +187,12 @@ def see_only(sees: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Predi
     return predict
 
 
+def exchange_keys_and_values(case: Case) -> Iterator[np.ndarray]:
+    steps = show_steps(case, case.x[: case.stop])
+    other = {"k": Tensor(steps["v"]), "v": Tensor(steps["k"])}
+    yield recompute(case, edit=lambda step, t: other.get(step, t))
+
+
 def see_from_the_left(case: Case) -> Iterator[np.ndarray]:
     """The first query of the call sees key 0 alone, so it returns what token 0 does."""
     first = run_attention(case.attention, Tensor(case.x[:1])).numpy()
@@ -254,6 +260,7 @@ CAUSES: dict[str, Predict] = {
     OFF_BY_ONE: put_beside,
     "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i only": see_from_the_left,
     "cache not used: new tokens see only each other": see_only(lambda i, j, start: j >= start),
+    "keys and values exchanged: the result is as if k were v, and v were k": exchange_keys_and_values,
     OWN_KEY_MISSING: see_only(lambda i, j, start: j != start + i),
     "a token missing: the keys of a call are not seen in it": see_only(lambda i, j, start: j < start),
     "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, start: j != 0),

@@ -101,7 +101,7 @@ def derivation(
           gradient  shape   difference
           dP        (2, 3)     0.0e+00  passed
           dS        (2, 3)     2.0e+00  FAILED: [1, 2] formula 2.3322, autodiff 0.331623, finite differences 0.331623
-                                        cause: a row sum is missing: dS - P * dS.sum(axis=-1, keepdims=True) is right
+                                        cause: a row sum is missing or wrong: subtract a term with a sum over axis -1
     """
     for name, given in (("inputs", inputs), ("formulas", formulas)):
         if not isinstance(given, Mapping):
@@ -282,9 +282,9 @@ def judge(
         list_missing_elements(given, others),
         formula.list_substitutes(),
     )
-    cause = next((words for words, array in repairs if is_right(array)), "")
+    cause = next((words for words, array in repairs if is_right(array)), "") or formula.explain(given)
     if not fits:
-        return Finding(name, "failed", f"has the shape {given.shape}", cause, details=details)
+        return Finding(name, "failed", f"has the shape {given.shape}, expected {right.shape}", cause, details=details)
     errors = np.nan_to_num(np.abs(given - right), nan=np.inf)
     index = tuple(int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
     values = {"formula": given[index], "autodiff": right[index]}
@@ -325,6 +325,28 @@ class Formula:
         if result is None:
             raise TypeError("the formula returns None: does it end with return?")
         return np.array(plain(result), np.float64)
+
+    def explain(self, given: np.ndarray) -> str:
+        """What is wrong whatever the right formula is: the kind of numbers, or how they depend on later gradients."""
+        if not np.isfinite(given).all():
+            index = [int(i) for i in np.argwhere(~np.isfinite(given))[0]]
+            return f"not finite, first at {index}: a division by 0, or a logarithm or root of a negative number?"
+        if not given.any():
+            return "it is 0 everywhere: is a result of the formula used, or only the array that it was to be put into?"
+        gradients = {key: x for key, x in self.arguments.items() if key[:1] == "d" and key[1:] in self.known}
+        if not gradients:
+            return ""
+        names = ", ".join(gradients)
+        for key, x in self.arguments.items():
+            if isinstance(x, np.ndarray) and np.array_equal(x, given):
+                return f"it is {key}, unchanged: the derivative of the stage, or the gradient behind it, is missing"
+        with contextlib.suppress(Exception):
+            doubled = self.compute(**{key: 2 * x for key, x in gradients.items()})
+            if np.array_equal(doubled, given):
+                return f"it does not depend on {names}: by the chain rule, each term has a gradient as a factor"
+            if not np.allclose(doubled, 2 * given, rtol=1e-6, atol=0):
+                return f"{names} must be a factor of each term exactly once: with it doubled, the result is not doubled"
+        return ""
 
     def list_changes(self) -> Iterator[tuple[str, np.ndarray]]:
         """Single changes, a sum or mean over another axis or a transposed operand: in words, and the result."""
@@ -389,7 +411,7 @@ def list_repairs(
     arrays: dict[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Simple changes of what a formula gave: in words, and the result. `arrays` are what it could use."""
-    yield f"the sign: -{name} is right", -given
+    yield "the sign is wrong, of every element", -given
     if given.ndim >= 2:
         yield f"a transpose: {name}.mT is right", given.mT
     if given.size == right.size:
@@ -413,17 +435,13 @@ def list_repairs(
         yield f"a factor 1 / {key} is missing", np.divide(given, array, out=given.copy(), where=array != 0)
     if right.any():
         yield "it is not 0 where it must be: a mask is missing", np.where(right == 0, 0.0, given)
-    terms = [
-        ("", name, np.ones(()), given)
-    ]  # what is subtracted: a factor, and what is reduced, in words and as arrays
-    for key, array in alike.items():
-        terms += [(f"{key} * ", name, array, given), (f"{key} * ", f"({key} * {name})", array, array * given)]
-    for axis, kind, (factor_name, inner_name, array, inner) in itertools.product(
-        range(-given.ndim, 0), ("sum", "mean"), terms
-    ):
+    terms = [(np.ones(()), given)]  # what is subtracted: a factor, and what is reduced
+    for array in alike.values():
+        terms += [(array, given), (array, array * given)]
+    for axis, kind, (array, inner) in itertools.product(range(-given.ndim, 0), ("sum", "mean"), terms):
         reduced = getattr(inner, kind)(axis=axis, keepdims=True)
-        words = f"{name} - {factor_name}{inner_name}.{kind}(axis={axis}, keepdims=True)"
-        yield f"a {'row ' * (axis == -1)}{kind} is missing: {words} is right", given - array * reduced
+        words = f"subtract a term with a {kind} over axis {axis}"
+        yield f"a {'row ' * (axis == -1)}{kind} is missing or wrong: {words}", given - array * reduced
 
 
 def list_paths(
