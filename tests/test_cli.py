@@ -475,6 +475,7 @@ def test_a_run_without_a_text_says_what_it_reads_and_a_finished_one_that_it_is(t
     assert "continue it with --resume, or choose another folder with --out" in refused(capsys, *call)
     assert main([*call, "--resume", "--quiet"]) == 0
     assert "already finished at step 1; a higher --steps continues" in capsys.readouterr().out
+    assert "--steps must be at least 1" in refused(capsys, *call[:3], "--resume", "--steps", "0")
 
 
 def test_generate_says_once_that_the_context_slides(run, capsys):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tinygrad_mha as tg
+from tinygrad_mha import kernels
 from tinygrad_mha.data import BYTE_SYMBOLS, BPETokenizer
 from tinygrad_mha.files import CheckpointError, load_arrays, replacing
 from tinygrad_mha.files.run_folder import CsvLog, find_latest
@@ -480,6 +481,18 @@ def test_more_steps_lengthen_the_schedule_which_is_said_unless_it_is_kept(tmp_pa
     assert "note:" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before", ["another", None], ids=["other kernels", "a checkpoint that does not name them"])
+def test_other_kernels_than_before_are_named_once(tmp_path, before):
+    small(tmp_path, steps=2)
+    path = find_latest(tmp_path) / "state.json"
+    state = json.loads(path.read_text())
+    assert state.pop("kernels") == kernels.active
+    path.write_text(json.dumps(seal_state(state | ({"kernels": before} if before else {}))))
+    notes = [small(tmp_path, resume=True, steps=steps, decay_steps=2).note for steps in (3, 4)]
+    assert ("the kernels were another before step 2" in notes[0]) == (before is not None)
+    assert notes[1] == ""
+
+
 def test_a_run_with_a_byte_pair_tokenizer_resumes_with_it(tmp_path):
     pytest.importorskip("tokenizers")
     merges = [("t", "h"), ("th", "e")]
@@ -699,7 +712,7 @@ def test_another_text_is_refused(tmp_path):
 
 def test_fewer_steps_than_taken_are_refused(tmp_path):
     small(tmp_path, steps=3)
-    with pytest.raises(ValueError, match="taken 3 steps, more than the 2"):
+    with pytest.raises(ValueError, match="steps must be at least 3, .* got 2"):
         small(tmp_path, resume=True, steps=2)
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run: writing and reading them, resuming a run, and opening a trained model.
 
 A checkpoint contains the weights, the optimizer state, the states of all random generators, the tokenizer and the
-configuration, as safetensors and JSON. On one machine, with the same versions and number of threads, a resumed run is
-equal bit for bit to a run that was not interrupted.
+configuration, as safetensors and JSON. On one machine, with the same versions, kernels and number of threads, a resumed
+run is equal bit for bit to a run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tinygrad_mha import kernels
 from tinygrad_mha.arguments import check_choice
 from tinygrad_mha.data import Tokenizer, load_tokenizer, restore_generator
 from tinygrad_mha.files import CheckpointError, load_arrays, read_json, save_arrays, write_json
@@ -94,6 +95,7 @@ def write_state(run: Run, folder: Path) -> None:
     run.tokenizer.save(folder)
     state = {
         "step": run.step,
+        "kernels": kernels.active,
         "files": {path.name: compute_digest(path) for path in sorted(folder.iterdir())},
         "model": describe_model(run.model),
         "config": run.config.to_dict(),
@@ -343,7 +345,8 @@ def resume_run(
     source = reopen_text(described["source"]) if text is None else open_text(text)
     if config.steps < step:
         raise ValueError(
-            f"the run in {checkpoint} has taken {step} steps, more than the {config.steps} requested: pass more steps"
+            f"steps must be at least {step}, the number of steps that the run in {checkpoint} has taken, got "
+            f"{config.steps}"
         )
     found = source.describe()
     if found["sha256"] != described["sha256"]:
@@ -356,15 +359,27 @@ def resume_run(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint} cannot be resumed: {error}") from error
     load_checkpoint(run, checkpoint, state)
-    before, now = stored.lr(step), config.lr(step)
-    if now != before:
-        run.note = (
-            f"the learning rate is {now:.3g} at step {step}, where it was {before:.3g} with {stored.steps} steps: pass "
-            f"decay_steps={stored.decay_steps or stored.steps} to keep the schedule"
-        )
+    run.note = "; ".join(list_changes(stored, config, state))
     if run.folder is not None:
         remove_others(run.folder, checkpoint, keep=1 if run.step == config.steps else 2)
     return run
+
+
+def list_changes(stored: TrainConfig, config: TrainConfig, state: dict[str, Any]) -> Iterator[str]:
+    """What a resumed run computes differently from before, in words."""
+    step = state["step"]
+    before, now = stored.lr(step), config.lr(step)
+    if now != before:
+        yield (
+            f"the learning rate is {now:.3g} at step {step}, where it was {before:.3g} with {stored.steps} steps: pass "
+            f"decay_steps={stored.decay_steps or stored.steps} to keep the schedule"
+        )
+    used = state.get("kernels", kernels.active)  # a checkpoint of an earlier version does not say
+    if used != kernels.active:
+        yield (
+            f"the kernels were {used} before step {step} and are {kernels.active} now, so results may differ in the "
+            f"last bits: set TINYGRAD_MHA_KERNELS={used} to keep them"
+        )
 
 
 def combine_configs(stored: TrainConfig, config: TrainConfig | str | None, changes: dict[str, Any]) -> TrainConfig:
