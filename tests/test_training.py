@@ -712,7 +712,7 @@ def test_another_text_is_refused(tmp_path):
 
 def test_fewer_steps_than_taken_are_refused(tmp_path):
     small(tmp_path, steps=3)
-    with pytest.raises(ValueError, match="steps must be at least 3, .* got 2"):
+    with pytest.raises(ValueError, match=r"steps must be at least 3, .* got 2"):
         small(tmp_path, resume=True, steps=2)
 
 
