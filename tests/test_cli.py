@@ -6,10 +6,12 @@ import io
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 import tinygrad_mha as tg
 from tinygrad_mha import cli
 from tinygrad_mha.cli import main
+from tinygrad_mha.laboratory import LabServer
 from tinygrad_mha.training.report import open_report
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
@@ -162,7 +165,10 @@ def test_generate_opens_a_hugging_face_folder(tmp_path, capsys):
 
 
 def test_generate_refuses_invalid_arguments(run, tmp_path, capsys):
-    assert "no such folder" in refused(capsys, "generate", tmp_path / "missing")
+    said = refused(capsys, "generate", tmp_path / "missing")
+    assert "no such folder" in said
+    assert '\n  tinygrad-mha generate --prompt "The "\n' in said
+    assert f"\n  tinygrad-mha train --text FILE --out {tmp_path / 'missing'}\n" in said
     refused(capsys, "generate", tmp_path)
     assert "'%' (U+0025) at position 3" in refused(capsys, "generate", run, "--prompt", "fox%")
     refused(capsys, "generate", run, "--prompt", "")
@@ -240,6 +246,18 @@ def test_the_demo_prints_all_parts_and_the_folder(tmp_path, capsys):
         assert part in said
     assert {"gradcheck.txt", "sample.txt", "walkthrough.html", "gpt"} <= {path.name for path in out.iterdir()}
     assert "is not empty" in refused(capsys, "demo", "--out", out)
+
+
+def test_the_commands_that_the_demo_ends_with_can_be_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LabServer, "run", LabServer.server_close)
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--steps", "1", "--out", "my demo"]) == 0
+    commands = re.findall("^  tinygrad-mha (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["lab", "walkthrough", "check", "train"]
+    for command in commands:
+        argv = shlex.split(command.replace("--steps 1501", "--steps 2"))
+        assert main(argv) == 0, capsys.readouterr()
 
 
 def test_an_interrupted_demo_leaves_no_folder(tmp_path, monkeypatch, capsys):
@@ -542,6 +560,27 @@ def test_what_is_mistyped_is_named(command, reason, capsys):
 )
 def test_a_refusal_names_options_and_what_to_do(command, reason, capsys):
     assert reason in refused(capsys, *command)
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+@pytest.mark.parametrize(
+    ("command", "unbroken"),
+    [
+        (["generate", "nowhere"], "\n  tinygrad-mha train --text FILE --out nowhere\n"),
+        (["generate", "-n", "999", "--on-full", "error"], "--on-full slide"),
+        (["genrate"], "generate?"),
+        (["check", "model.py:f", "--model"], "--model"),
+    ],
+    ids=str,
+)
+def test_a_refusal_fits_the_terminal_without_breaking_what_is_copied(command, unbroken, columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with suppress(SystemExit):
+        main(command)
+    said = capsys.readouterr().err
+    assert unbroken in said
+    assert all(len(line) < columns for line in said.splitlines() if not line.startswith("  "))
 
 
 def test_a_log_receives_the_progress_every_ten_seconds(monkeypatch):

@@ -33,7 +33,7 @@ from tinygrad_mha.check import GradcheckReport, attention, gradcheck
 from tinygrad_mha.check.verdict import wrap_lines
 from tinygrad_mha.data import Tokenizer, load_tokenizer, name_token, split_words
 from tinygrad_mha.decoding import ContextFullWarning, CountedModel, generate, stream
-from tinygrad_mha.demo import STEPS, SUBJECTS, embed_words, write_demo
+from tinygrad_mha.demo import OWN_ATTENTION, STEPS, SUBJECTS, embed_words, write_demo
 from tinygrad_mha.files.json_files import read_json
 from tinygrad_mha.files.python_files import TimeLimited, limiting, load_object, running
 from tinygrad_mha.files.run_folder import STATE, find_latest
@@ -53,6 +53,7 @@ OUR_MODEL = Path("the GPT of this package")  # what --model means without DIR
 MODEL_HELP = "the folder of a run, or a Hugging Face folder; without DIR: the small GPT of this package"
 
 MINUS = "−"
+UNBROKEN = "\0"  # stands for a space between words that stay on one line
 MOST_CHARACTERS = 2000  # of a message
 MOST_COLUMNS = 118  # of the prose in a help
 MOST_WORDS = 500
@@ -68,16 +69,17 @@ Examples:
   tinygrad-mha show "the cat sat"
   tinygrad-mha train"""
 
-OWN_FILE = """model.py is a file of yours, such as:
+OWN_FILE = f"model.py is a file of yours, such as:\n\n{textwrap.indent(OWN_ATTENTION.rstrip(), '    ')}"
 
-    def attention(q, k, v):
-        return (q @ k.mT / k.shape[-1] ** 0.5).softmax() @ v"""
+# What is to be copied from a message: it is not broken between lines.
+COPIED = re.compile(r'pip install "[^"]*"|--[a-z-]+ (?:[A-Z]+|slide)\b|--shape( \d+x\d+)+')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 for success, 1 for a failed check or training, 2 for what could not be run.
 
-    An exception becomes one line on standard error; --debug shows its traceback too.
+    An exception becomes one line on standard error, as wide as the terminal, and then one for each command that helps;
+    --debug shows its traceback too.
     """
     prepare_streams()
     argv = sys.argv[1:] if argv is None else argv
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):  # standard error may be closed
             if args.debug:
                 traceback.print_exc()
-            print(f"tinygrad-mha: {describe_error(error, args)}{hint_signs(argv)}", file=sys.stderr)
+            print(fit_terminal(f"tinygrad-mha: {describe_error(error, args)}{hint_signs(argv)}"), file=sys.stderr)
         return 1 if isinstance(error, DivergedError) else 2
     finally:
         try:
@@ -140,7 +142,8 @@ class Parser(argparse.ArgumentParser):
         if wrong:
             known = re.findall(r"--[a-z-]+|(?<=^    )[a-z]+", self.format_help(), re.MULTILINE)
             message += suggest(wrong[1] or wrong[2], known)
-        super().error(message)
+        self.print_usage(sys.stderr)
+        self.exit(2, fit_terminal(f"{self.prog}: error: {message}") + "\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Write now, so that a help or version that cannot be written is an error; argparse ignores it."""
@@ -189,9 +192,10 @@ def replace_signs(error: UnicodeError) -> tuple[str, int]:
 def describe_error(error: Exception, args: argparse.Namespace) -> str:
     """One line about an error: its message, with the path of an OSError, or its type where the message lacks sense.
 
-    Arguments of Python are named as the options of the command: on_full="slide" is --on-full slide.
+    Commands at the end of a message, each on an indented line of its own, stay so. Arguments of Python are named as the
+    options of the command: on_full="slide" is --on-full slide.
     """
-    text = " ".join(str(error).split())
+    text = "\n  ".join(" ".join(part.split()) for part in re.split(r"\n  (?=tinygrad-mha )", str(error)))
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     elif isinstance(error, MemoryError):
@@ -203,6 +207,17 @@ def describe_error(error: Exception, args: argparse.Namespace) -> str:
         text = re.sub(rf'\b{name}="(\w+)"', rf"{option} \1", text)
         text = re.sub(rf"\b{name}\b" if "_" in name else f"^{name}(?= must)", option, text)
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
+
+
+def fit_terminal(message: str) -> str:
+    """The message in lines that fit the terminal, if standard error is one. What is to be copied is not broken."""
+    if not sys.stderr.isatty():
+        return message
+    prose, *commands = message.split("\n")
+    prose = COPIED.sub(lambda match: match[0].replace(" ", UNBROKEN), prose)
+    width = shutil.get_terminal_size().columns - 1
+    lines = textwrap.wrap(prose, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, *commands]).replace(UNBROKEN, " ")
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int], epilog: str = "") -> Callable[..., Any]:
@@ -448,7 +463,7 @@ def run_generate(args: argparse.Namespace) -> int:
     """
     if args.ids is not None and args.prompt is not None:
         raise ValueError("give --prompt or --ids, not both")
-    model, tokenizer = open_model(args.folder, with_tokenizer=args.ids is None)
+    model, tokenizer = open_model(args.folder, with_tokenizer=args.ids is None, others=['generate --prompt "The "'])
     if args.ids is not None:
         prompt, tokenizer = np.array(args.ids), None
     else:
@@ -497,22 +512,29 @@ def encode(tokenizer: Any, text: str, folder: Path | None) -> np.ndarray:
     except ValueError as error:
         if folder is not None and folder is not OUR_MODEL:
             raise
-        advice = "train a model on a text of yours, with tinygrad-mha train --text FILE --out DIR, and give its DIR"
+        advice = "train a model on a text of yours, and give its DIR:\n  tinygrad-mha train --text FILE --out DIR"
         raise ValueError(
             f"the GPT of this package writes English only: {text!r} has other characters; {advice}"
         ) from error
 
 
-def open_model(folder: Path | None, with_tokenizer: bool = True) -> tuple[GPT, Any]:
+def open_model(folder: Path | None, with_tokenizer: bool = True, others: Sequence[str] = ()) -> tuple[GPT, Any]:
     """Open the model and the tokenizer of a run or of a Hugging Face folder, or those of this package.
 
     Args:
         with_tokenizer: False: the tokenizer of a Hugging Face folder is None.
+        others: commands to run instead if there is no such folder, besides the one that trains a model into it.
     """
     if folder is None or folder is OUR_MODEL:
         return load_trained()
     if not folder.is_dir():
-        raise FileNotFoundError(f"no such folder: {folder}")
+        commands = [*others, f"train --text FILE --out {shlex.quote(str(folder))}"]
+        purposes = "write with the small GPT of this package, or train" if others else "train"
+        raise FileNotFoundError(
+            "\n  tinygrad-mha ".join(
+                [f"no such folder: {folder}; to {purposes} a model on a text of yours:", *commands]
+            )
+        )
     if not (folder / "config.json").is_file():
         return load_trained(folder)
     try:

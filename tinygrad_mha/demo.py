@@ -27,10 +27,15 @@ from tinygrad_mha.nn.positions import sinusoidal
 from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import Run, preset, train
 
-__all__ = ["STEPS", "SUBJECTS", "embed_words", "write_demo"]
+__all__ = ["OWN_ATTENTION", "STEPS", "SUBJECTS", "embed_words", "write_demo"]
 
 TOKENS = ["the", "cat", "sat"]
 STEPS = 1500
+
+# A first function to check and to change.
+OWN_ATTENTION = """def attention(q, k, v):
+    return (q @ k.mT / k.shape[-1] ** 0.5).softmax() @ v
+"""
 
 Say = Callable[[str], None]
 Files = list[tuple[Path, str]]  # the files that a part of the demo wrote, and what they contain
@@ -51,7 +56,7 @@ def write_demo(folder: str | os.PathLike[str], steps: int = STEPS, say: Say = pr
     folder.mkdir(parents=True, exist_ok=True)
     try:
         files = [*show_attention(folder, say), *check_block(folder, say)]
-        judge_attention(say)
+        files += judge_attention(folder, say)
         compare_cache(say)
         files += train_gpt(folder, steps, say)
     except BaseException:
@@ -62,9 +67,20 @@ def write_demo(folder: str | os.PathLike[str], steps: int = STEPS, say: Say = pr
         say(f"  {path.relative_to(folder)!s:18} {content}")
     if any(path.suffix == ".dot" for path, _ in files):
         say('Graphviz, which draws .dot files, was not found or does not work: pip install "tinygrad_mha[render]"')
-    say("To train the GPT further:")
-    say(f"  tinygrad-mha train --resume --steps {steps + STEPS} --out {shlex.quote(str(folder / 'gpt'))}")
+    tell_next(folder, steps, say)
     return folder
+
+
+def tell_next(folder: Path, steps: int, say: Say) -> None:
+    """Print commands that continue where the demo ends; each can be run as it stands."""
+    gpt, own = (shlex.quote(str(path)) for path in (folder / "gpt", folder / "model.py:attention"))
+    for purpose, command in (
+        ("To change an attention in the browser, and see what it computes", "lab --open"),
+        ("To follow a sentence of yours through every matrix", 'walkthrough "the cat sat on mats" --open'),
+        ("To check a function of yours: change the one in model.py first", f"check {own}"),
+        ("To train the GPT further", f"train --resume --steps {steps + STEPS} --out {gpt}"),
+    ):
+        say(f"{purpose}:\n  tinygrad-mha {command}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -161,14 +177,17 @@ def check_block(folder: Path, say: Say) -> Files:
     return [(path, "the gradient check of the block")]
 
 
-def judge_attention(say: Say) -> None:
-    """Part 3: the verdict on an attention with a fault."""
+def judge_attention(folder: Path, say: Say) -> Files:
+    """Part 3: the verdict on an attention with a fault; write one without, for changes."""
     say("\n3. An attention that divides its scores by d, not by its root, and what a check says of it\n")
 
     def scaled_by_d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT / q.shape[-1]).softmax() @ v
 
     say(str(check_attention(scaled_by_d)))
+    path = folder / "model.py"
+    path.write_text(OWN_ATTENTION, encoding="utf-8")
+    return [(path, "an attention without the fault, to change and to check")]
 
 
 def compare_cache(say: Say) -> None:
