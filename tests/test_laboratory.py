@@ -17,7 +17,7 @@ import pytest
 from test_walkthrough import block, numbers
 
 import tinygrad_mha as tg
-from tinygrad_mha.laboratory import Experiment, LabServer, Settings
+from tinygrad_mha.laboratory import MASKS, NORMS, POSITIONS, Experiment, LabServer, Settings
 from tinygrad_mha.viz.page.document import read_page_file
 
 
@@ -209,6 +209,14 @@ def test_a_path_is_translated_completely(lab):
 def test_both_languages_of_the_lab_say_the_same_things():
     words = json.loads(read_page_file("lab_words.json"))
     assert list(words["en"]) == list(words["zh"])
+
+
+def test_every_choice_has_a_label_in_both_languages():
+    words = json.loads(read_page_file("lab_words.json"))
+    for name, values in (("mask", MASKS), ("norm", NORMS), ("position", POSITIONS)):
+        for lang in ("en", "zh"):
+            labels = [words[lang][f"{name}_{value}"] for value in values]
+            assert len(set(labels)) == len(values)
 
 
 def test_the_lab_opens_in_the_language_that_was_asked_for():

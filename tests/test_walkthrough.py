@@ -726,6 +726,13 @@ def test_a_page_that_would_be_too_large_is_refused(rng, monkeypatch):
         tg.walkthrough(attention(rng), np.eye(5))
 
 
+def test_each_language_writes_percent_in_one_way():
+    for file in ("words.json", "model_words.json", "lab_words.json"):
+        words = json.loads(document.read_page_file(file))
+        signs = {(lang, text) for lang in document.LANGUAGES for text in words[lang].values() if "%" in text}
+        assert signs == ({("en", "{number}\u00a0%"), ("zh", "{number}%")} if file == "words.json" else set())
+
+
 def test_both_languages_say_the_same_things():
     words = json.loads(document.read_page_file("words.json"))
     forms, signs = words.pop("forms"), words.pop("signs")
@@ -739,7 +746,9 @@ def test_both_languages_say_the_same_things():
     explained |= {"loss_half_squares", "loss_given", "loss_next_token", "why_bias", "why_rotate", "why_shared"}
     built = {key for key in words["en"] if key.startswith(("why_", "back_", "name_", "loss_"))}
     assert built == explained
-    quoted = set(re.findall(r"'([a-zA-Z_]+)'", document.read_page_file("page.js")))
+    quoted = set(
+        re.findall(r"'([a-zA-Z_]+)'", document.read_page_file("common.js") + document.read_page_file("page.js"))
+    )
     assert set(words["en"]) - built <= quoted | {
         "input",
         "parameter",

@@ -613,17 +613,44 @@ def narrow(browser):
 
 
 @pytest.mark.parametrize("n", [5, 23])
-def test_on_a_phone_the_brackets_of_a_function_stay_beside_its_matrix(narrow, opened, mha, rng, n):
+def test_on_a_phone_operators_brackets_and_divisors_stay_beside_their_matrix(narrow, opened, mha, rng, n):
     page = opened(tg.walkthrough(mha, rng.standard_normal((n, 5))))
-    page.go(7)  # softmax( masked ) = S
-    before, after = (sign.rect for sign in page.find(".group.call > .sign"))
-    matrix = page.find(".group.call > figure")[0].rect
-    for sign in (before, after):
-        assert matrix["y"] < sign["y"] + sign["height"] / 2 < matrix["y"] + matrix["height"]
-    assert before["x"] < matrix["x"] < matrix["x"] + matrix["width"] < after["x"] + 1
+    box = "box = e => { const {x, y, width, height} = e.getBoundingClientRect(); return {text: e.textContent, x, y, width, height}; }"
+    groups = "[...document.querySelectorAll('.group')].map(g => [...g.children].map(box))"
+    signs = []
     for step in range(1, 11):
         page.go(step)
         assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        for group in page.run(f"const {box}; return {groups}"):
+            assert [part["x"] for part in group] == sorted(part["x"] for part in group)
+            (matrix,) = [part for part in group if part["height"] > 40]
+            for sign in (part for part in group if part is not matrix):
+                assert matrix["y"] < sign["y"] + sign["height"] / 2 < matrix["y"] + matrix["height"]
+                signs.append(" ".join(sign["text"].split()))
+    assert {"@", "=", "|", "/ √7", "mask(", "softmax(", ")"} == set(signs)
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_back_and_next_stay_in_their_place(browser, opened, mha, x, lang):
+    page = opened(tg.walkthrough(mha, x, lang=lang))
+    for width, height in ((360, 740), (1200, 600)):
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        places = set()
+        for step in range(1, 11):
+            page.go(step)
+            boxes = "['back', 'next'].map(id => get(id).getBoundingClientRect()).map(b => [b.x, b.y + scrollY])"
+            places.add(str(page.run(f"return {boxes}")))
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        assert len(places) == 1
+
+
+def test_chinese_names_over_narrow_columns_stand_upright(narrow, opened, mha, rng):
+    page = opened(tg.walkthrough(mha, rng.standard_normal((23, 5)), tokens=["词元"] * 22 + ["word"]))
+    page.go(7)
+    turned = page.run("return [...document.querySelectorAll('.axis .upright')].map(e => getComputedStyle(e).transform)")
+    assert turned[0] == "none"
+    assert turned[22] != "none"
 
 
 def test_on_a_phone_a_matrix_shows_its_numbers_if_they_fit(narrow, opened, mha, x):

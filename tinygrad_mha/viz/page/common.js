@@ -43,6 +43,8 @@ const quoted = token => `“${visible(token).trim()}”`;
 
 // ----------------------------------------------------------------------------------------------------------- numbers
 
+const percent = number => say('percent', {number});
+
 function unpack(packed) {
   if (!packed) return null;
   const bytes = Uint8Array.from(atob(packed.f4 ?? packed.f8), c => c.charCodeAt(0));

@@ -66,7 +66,7 @@ function field(name, type = 'number') {
 }
 
 function choice(name) {
-  const input = make('select', '', {id: name}, ...data.choices[name].map(value => make('option', '', {value}, value)));
+  const input = make('select', '', {id: name}, ...data.choices[name].map(value => make('option', '', {value}, say(`${name}_${value}`))));
   input.value = settings[name];
   input.addEventListener('change', () => change(name, input.value));
   return make('label', '', {}, say('set_' + name), input);

@@ -12,7 +12,7 @@ const matrices = Object.fromEntries(Object.entries(data.matrices)
 const weightsOf = walk => walk.findIndex(step => /^S(_\d+)?$/.test(step.out));
 const weights = rooms.map(room => room.walks.map(walk => open(room.matrices[walk[weightsOf(walk)].out])));
 const name = id => data.names[id];
-const percent = p => (p === null ? 'nan' : p > 0 && p < 0.0005 ? '<0.1 %' : (100 * p).toFixed(1) + ' %');
+const share = p => (p === null ? 'nan' : percent(p > 0 && p < 0.0005 ? '<0.1' : (100 * p).toFixed(1)));
 const number = v => (v === null ? 'nan' : v.toLocaleString('en').replace(/,/g, '\u202f'));
 const heightOf = () => Math.max(3, Math.min(9, Math.floor(150 / count)));
 
@@ -82,7 +82,7 @@ function drawGuess(text, p, right) {
   const bar = make('i');
   bar.style.width = 100 * (p ?? 0) + '%';
   return make('div', 'guess', {}, make('span', right ? 'right' : '', {title: text}, (right ? '✓ ' : '') + visible(text)),
-    make('span', 'bar', {}, bar), make('span', '', {}, percent(p)));
+    make('span', 'bar', {}, bar), make('span', '', {}, share(p)));
 }
 
 /** What a state would predict for the token that follows the chosen one. */
@@ -90,7 +90,7 @@ function drawLens(key) {
   const lens = data.lenses[key], t = state.token, answer = data.ids[t + 1], cell = make('div', 'lens');
   cell.append(...lens.ids[t].map((id, i) => drawGuess(name(id), lens.p[t][i], id === answer)));
   if (answer === undefined) cell.append(make('small', '', {}, say('no_answer')));
-  else cell.append(make('small', '', {}, say('answer', {token: quoted(tokens[t + 1]), rank: lens.answer_rank[t], p: percent(lens.answer_p[t])})));
+  else cell.append(make('small', '', {}, say('answer', {token: quoted(tokens[t + 1]), rank: lens.answer_rank[t], p: share(lens.answer_p[t])})));
   return cell;
 }
 
@@ -134,7 +134,7 @@ function drawNext() {
   const body = make('tbody'), cellOf = p => {
     const bar = make('i');
     bar.style.width = 100 * p + '%';
-    return make('td', '', {}, make('span', 'bar', {}, bar), percent(p));
+    return make('td', '', {}, make('span', 'bar', {}, bar), share(p));
   };
   s.ids.forEach((id, i) => body.append(make('tr', stages[2].p[i] ? '' : 'out', {}, make('th', '', {scope: 'row'}, visible(name(id))),
     make('td', '', {}, s.logits[i] === null ? '−∞' : fourDigits(s.logits[i])), ...stages.map(stage => cellOf(stage.p[i])))));
@@ -155,7 +155,7 @@ function drawCache() {
   if (!data.decode.length) return section('cache', 'cache', {}, make('p', '', {}, say('no_cache')));
   const keys = ['computed', 'kept', 'thrown', 'read', 'products', 'products_without'], body = make('tbody');
   const line = (head, step) => make('tr', '', {}, make('th', '', {scope: 'row'}, head), ...keys.map(key => make('td', '', {}, number(step[key]))),
-    make('td', '', {}, Math.round(100 - (100 * step.products) / step.products_without) + ' %'));
+    make('td', '', {}, percent(Math.round(100 - (100 * step.products) / step.products_without))));
   data.decode.forEach((step, i) => body.append(line(`${i + 1} ${visible(tokens[i])}`, step)));
   const sum = Object.fromEntries(keys.map(key => [key, data.decode.reduce((a, step) => a + step[key], 0)]));
   body.append(line(say('total'), sum));

@@ -47,7 +47,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
   const largest = size.w < 36 || size.h < 18 ? 10 : size.w < 60 ? 11 : 12; // of all numbers, such that the longest fits
   const fit = text => Math.min(largest, (size.w - 2) / (0.6 * array.reduce((a, v) => Math.max(a, text(v).length), 1)));
   const decimals = Math.max(0, 1 - Math.floor(Math.log10(most || 1))); // two digits of the largest number
-  const coarse = v => (v === 0 || !Number.isFinite(v) || decimals > 3 || most >= 1e4 ? shortNumber(v) : proper(v.toFixed(decimals)));
+  const coarse = v => (v === 0 || !Number.isFinite(v) || decimals > 3 || most >= 1e4 ? shortNumber(v) : proper(v.toFixed(decimals).replace(/^-(?=[0.]+$)/, '')));
   const write = size.digits === 4 && fit(fourDigits) >= 9 ? fourDigits : fit(shortNumber) >= 8.5 ? shortNumber : coarse, fontSize = size.digits ? fit(write) : 0;
   const grid = make('div', 'grid', small ? {} : {role: 'table', 'aria-label': `${label}, ${shape.join(' × ')}`});
   if (size.h < 8 || (turned && size.w < 8)) grid.style.gap = 0;
@@ -127,7 +127,7 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
   }
 
   function over(token, role) {
-    const element = tag(token, upright(size.w) ? 'upright' : 'flat', role, size.w);
+    const element = tag(token, upright(size.w) ? `upright ${[...token].some(isWide) ? 'ideographs' : ''}` : 'flat', role, size.w);
     element.style.height = Math.max(0, roomOver(size.w) - 2) + 'px';
     if (size.w < 14) element.style.fontSize = size.w - 1 + 'px';
     return element;
@@ -145,42 +145,52 @@ function drawMatrix(name, size, {gradient = false, turned = false, small = false
 
 // --------------------------------------------------------------------------------------------------------- equations
 
-/** "∂V_1 = S_1ᵀ @ ∂H_1" as terms: matrices {name, gradient, turned}, and signs, which are strings. */
+/** "∂V_1 = S_1ᵀ @ ∂H_1" as terms: matrices {name, gradient, turned}, and signs, which are strings. A divisor is one. */
 function parse(text) {
-  return text.split(' ').map(word => {
+  return text.replace(/ \/ /g, ' /\u00a0').split(' ').map(word => {
     const [, d, name, t] = word.match(/^(∂?)(.*?)(ᵀ?)$/);
     return name in matrices ? {name, gradient: Boolean(d), turned: Boolean(t)} : word;
   });
 }
 
-const widthOf = text => [...text].reduce((a, c) => a + (c > '\u2e7f' ? 13.5 : 7.6), 0); // estimate in pixels
+const isWide = c => c > '\u2e7f'; // an ideograph
+const widthOf = text => [...text].reduce((a, c) => a + (isWide(c) ? 13.5 : 7.6), 0); // estimate in pixels
 const longest = Math.max(...tokens.map(t => widthOf(visible(t)))) + 8;
 const LABEL = Math.min(longest, 92) + 6; // the width of the tokens next to rows
 const upright = w => w < Math.min(longest, 54); // tokens above narrow columns are written vertically
 const roomOver = w => (w < 9 ? 0 : upright(w) ? Math.min(longest, 76) + 2 : 20); // no tokens above very narrow columns
 
-/** The width of what stays beside a matrix in its line: the name of a function, and the brackets. */
-const callWidth = terms => (terms.some(t => !t.name && t.endsWith('(')) ? terms : [])
-  .reduce((a, t) => a + (t.name || t === '=' ? 0 : 18 + 1.3 * widthOf(t)), 0);
+/** The terms that stay in one line: it may break before an operator. */
+function groupsOf(terms) {
+  const groups = [];
+  for (const term of terms) {
+    if (!groups.length || ['=', '+', '|', '@', '*', '−'].includes(term)) groups.push([]);
+    groups.at(-1).push(term);
+  }
+  return groups;
+}
 
 /** The sizes of the cells of an equation's matrices, such that the equation fits in one line if possible. */
 function sizes(terms, width) {
-  const figures = terms.filter(t => t.name).map(({name, turned}) => {
-    const m = matrices[name], [across, down] = turned ? [m.rows, m.columns] : [m.columns, m.rows];
-    return {across, down, label: m.tokens[turned ? 1 : 0] ? LABEL : 0};
-  });
   const sum = (list, f) => list.reduce((a, x) => a + f(x), 0);
+  const figures = groupsOf(terms).flatMap(group => {
+    const beside = sum(group.filter(t => !t.name), sign => 10 + 1.3 * widthOf(sign)) + 8;
+    return group.filter(t => t.name).map(({name, turned}) => {
+      const m = matrices[name], [across, down] = turned ? [m.rows, m.columns] : [m.columns, m.rows];
+      return {across, down, beside, label: m.tokens[turned ? 1 : 0] ? LABEL : 0};
+    });
+  });
   const wide = figures.filter(f => f.across > 26), narrow = figures.filter(f => f.across <= 26);
   for (const f of wide) f.w = Math.max(1, Math.min(6, 320 / f.across));
   const taken = sum(figures, f => f.label + 12) + sum(wide, f => f.across * f.w)
     + sum(terms.filter(t => !t.name), text => 18 + 1.3 * widthOf(text));
   let w = (width - taken) / Math.max(1, sum(narrow, f => f.across * 1.04));
-  const beside = callWidth(terms) + 20, isSplit = w < 29; // in several lines: each matrix as wide as its line allows
+  const isSplit = w < 29; // in several lines: each matrix as wide as its line allows
   for (const f of figures) {
-    if (isSplit && f.across <= 26) w = Math.min(44, (width - f.label - beside) / (f.across * 1.04));
+    if (isSplit && f.across <= 26) w = Math.min(44, (width - f.label - f.beside) / (f.across * 1.04));
     f.h = f.down <= 8 ? 28 : f.down <= 16 ? 24 : f.down <= 30 ? 16 : Math.max(f.label ? 10 : 2, Math.floor((f.label ? 420 : 384) / f.down));
     f.digits = f.w || w < 29 || f.h < 16 ? 0 : w < 52 ? 2 : 4;
-    f.w ??= f.digits ? Math.floor(Math.min(62, w)) : Math.max(4, Math.min(16, (width - f.label - beside) / f.across));
+    f.w ??= f.digits ? Math.floor(Math.min(62, w)) : Math.max(4, Math.min(16, (width - f.label - f.beside) / f.across));
   }
   return figures;
 }
@@ -191,13 +201,9 @@ function drawEquation(text) {
   line.dataset.text = text;
   const over = terms.filter(t => t.name).map((t, i) => (matrices[t.name].tokens[t.turned ? 0 : 1] ? roomOver(sized[i].w) : 0));
   line.style.setProperty('--top', 24 + Math.max(...over) + 'px');
-  let group; // a line may break before a term of a sum and before the result
-  for (const term of terms) {
-    if (!group || ['=', '+', '|'].includes(term)) line.append(group = make('div', 'group'));
-    if (!term.name && term.endsWith('(')) group.classList.add('call');
-    group.append(term.name ? drawMatrix(term.name, sized.shift(), term) : make('span', 'sign', {}, ...sign(term)));
-  }
-  group.classList.add('result');
+  const draw = term => (term.name ? drawMatrix(term.name, sized.shift(), term) : make('span', 'sign', {}, ...sign(term)));
+  line.append(...groupsOf(terms).map(group => make('div', 'group', {}, ...group.map(draw))));
+  line.lastChild.classList.add('result');
   return line;
 }
 
@@ -207,9 +213,9 @@ const sign = text => text.split(/(∂?[A-Za-z]+_[A-Za-z0-9_]+)/)
 
 /** The factors {a, b} of an equation of the form a @ b, a @ b / root or a / root @ b, and the root. */
 function product(text) {
-  const [, , a, ...rest] = parse(text), first = rest[0] === '/' ? rest.splice(0, 2)[1] : null;
-  const [at, b, slash, last, ...more] = rest;
-  return at === '@' && a.name && b?.name && (!slash || slash === '/') && !more.length ? {a, b, root: first ?? last} : null;
+  const terms = parse(text).slice(2), divides = term => !term.name && term.startsWith('/');
+  const [a, at, b, ...more] = terms.filter(term => !divides(term));
+  return at === '@' && a.name && b?.name && !more.length ? {a, b, root: terms.find(divides)?.slice(2)} : null;
 }
 
 /** The sum that gives number (i, j) of a product, as text. */
@@ -270,7 +276,8 @@ function markMap() {
     if (here) element.setAttribute('aria-current', 'step');
     else element.removeAttribute('aria-current');
   }
-  const map = get('map'), {left, right} = map.querySelector('.step[aria-current]').getBoundingClientRect();
+  const map = get('map'), boxes = [...map.querySelectorAll('[aria-current]')].map(element => element.getBoundingClientRect());
+  const left = Math.min(...boxes.map(box => box.left)), right = Math.max(...boxes.map(box => box.right));
   if (left < 0 || right > map.clientWidth) map.scrollLeft += left - map.clientWidth / 2;
 }
 
@@ -301,8 +308,8 @@ function decodeNote() {
   if (!state.decode) return [];
   const t = state.decode, step = data.decode[t - 1], number = v => v.toLocaleString('en').replace(/,/g, '\u202f');
   const sum = key => data.decode.slice(0, t).reduce((a, s) => a + s[key], 0);
-  const token = quoted(tokens[t - 1]), percent = Math.round(100 - (100 * step.products) / step.products_without);
-  const saved = {products: number(step.products), without: number(step.products_without), percent,
+  const token = quoted(tokens[t - 1]), saving = percent(Math.round(100 - (100 * step.products) / step.products_without));
+  const saved = {products: number(step.products), without: number(step.products_without), percent: saving,
     sum: number(sum('products')), sum_without: number(sum('products_without'))};
   const difference = step.difference === null ? 'nan' : fourDigits(step.difference);
   return [
@@ -396,7 +403,7 @@ function drawNumber({figure, column}) {
   const v = array[row * m.columns + column];
   const parts = [make('span', 'number', {}, ` [${row + 1}, ${column + 1}] = ${exact(v, array)}`)];
   if (m.kind === 'attention' && !gradient && Number.isFinite(v)) {
-    const share = {query: quoted(tokens[row]), key: quoted(tokens[column]), percent: (100 * v).toPrecision(3)};
+    const share = {query: quoted(tokens[row]), key: quoted(tokens[column]), percent: percent((100 * v).toPrecision(3))};
     parts.push(make('span', '', {}, say('attends', share)));
   } else if (v === -Infinity) {
     parts.push(make('span', '', {}, say('masked')));
