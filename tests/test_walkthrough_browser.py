@@ -615,7 +615,7 @@ def narrow(browser):
 @pytest.mark.parametrize("n", [5, 23])
 def test_on_a_phone_operators_brackets_and_divisors_stay_beside_their_matrix(narrow, opened, mha, rng, n):
     page = opened(tg.walkthrough(mha, rng.standard_normal((n, 5))))
-    box = "box = e => { const {x, y, width, height} = e.getBoundingClientRect(); return {text: e.textContent, x, y, width, height}; }"
+    box = "box = e => ({text: e.textContent, ...e.getBoundingClientRect().toJSON()})"
     groups = "[...document.querySelectorAll('.group')].map(g => [...g.children].map(box))"
     signs = []
     for step in range(1, 11):
