@@ -165,6 +165,7 @@ CACHES = {
     ("k, v = cache.append(k, v)", "v, k = cache.append(k, v)"): "keys and values exchanged",
     ("k, v = cache.append(k, v)", "k, v = cache.append(v, k)"): "keys and values exchanged",
     ("k, v = cache.append(k, v)", "cache.append(k, v)"): "shapes (1,5) and (1,12) not aligned",
+    ("k, v = cache.append(k, v)", "k, v = cache.append(k, v); first = cache.length"): "operands could not be broadcast",
 }
 
 
