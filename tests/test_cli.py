@@ -218,6 +218,21 @@ def test_graph_draws_a_users_function(tmp_path, capsys):
         assert f"inputs: {said}; --shape takes others" in capsys.readouterr().err
 
 
+def test_show_speaks_the_language_of_the_option_or_else_of_the_locale(monkeypatch, capsys):
+    said = {}
+    for lang in ("en", "zh"):
+        assert main(["show", "猫 坐", "--lang", lang]) == 0
+        said[lang] = capsys.readouterr().out
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    assert main(["show", "猫 坐"]) == 0
+    assert capsys.readouterr().out == said["zh"]
+    assert [line for line in said["en"].splitlines() if line.startswith(" ")] == [
+        line for line in said["zh"].splitlines() if line.startswith(" ")
+    ]
+    english = set(re.findall("[a-z]{3,}", said["zh"]))
+    assert english <= {"model", "softmax", "masked", "scores", "oncat"}
+
+
 def test_walkthrough_writes_a_page_of_a_users_sentence(tmp_path, run, capsys):
     page = tmp_path / "page.html"
     assert main(["walkthrough", "the cat sat on mats", "-o", str(page)]) == 0

@@ -45,7 +45,7 @@ from tinygrad_mha.tensors import Tensor
 from tinygrad_mha.training import PRESETS, DivergedError, TrainConfig, load_trained, train
 from tinygrad_mha.training.config import list_option_names
 from tinygrad_mha.training.parallel import join_ranks
-from tinygrad_mha.viz.terminal import Matrix, print_matrices
+from tinygrad_mha.viz.terminal import Matrix, print_matrices, read_words
 
 __all__ = ["main", "make_parser"]
 
@@ -684,6 +684,7 @@ def add_show(commands: Any) -> None:
     add_sentence(option)
     option("--layer", type=natural, help="the layer of that model (default 0)")
     option("--head", type=positive, metavar="N", help="only this head, from 1")
+    add_language(option)
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -693,28 +694,29 @@ def run_show(args: argparse.Namespace) -> int:
 
     Examples:
       tinygrad-mha show "the cat sat"
-      tinygrad-mha show "猫坐在垫子上" --head 1
+      tinygrad-mha show "猫坐在垫子上" --lang zh --head 1
       tinygrad-mha show "The cat" --layer 1 --head 2 --model
     """
     if args.model is not None:
         model, tokenizer = open_model_of_sentence(args)
         ids = tokenizer.encode(args.sentence)
         _, model_trace = model(ids, trace=True)
-        tg.show(model_trace, [name_token(tokenizer, i) for i in ids], layer=args.layer or 0, head=args.head)
+        tg.show(
+            model_trace, [name_token(tokenizer, i) for i in ids], layer=args.layer or 0, head=args.head, lang=args.lang
+        )
         return 0
     mha, x, words = read_sentence(args)
     y, trace = mha(x, causal=not args.no_mask, trace=True)
-    print_matrices(
-        [Matrix("X", x, "random, as the weights; --model shows trained ones", words), *list_weights(mha, args.head)]
-    )
+    terms = read_words(args.lang)
+    print_matrices([Matrix("X", x, terms["input"], words), *list_weights(mha, args.head, terms)], args.lang)
     print()
-    tg.show(trace, words, head=args.head)
+    tg.show(trace, words, head=args.head, lang=args.lang)
     print()
-    print_matrices([Matrix("W_O", mha.wo.numpy()), Matrix("Y", y.numpy(), "Concat W_O", words)])
+    print_matrices([Matrix("W_O", mha.wo.numpy()), Matrix("Y", y.numpy(), "Concat W_O", words)], args.lang)
     return 0
 
 
-def list_weights(mha: MultiHeadAttention, head: int | None) -> Iterator[Matrix]:
+def list_weights(mha: MultiHeadAttention, head: int | None, terms: dict[str, str]) -> Iterator[Matrix]:
     """W_Q, W_K and W_V of each head, or of one."""
     if head is not None and head > mha.n_head:
         raise ValueError(f"--head must be from 1 to {mha.n_head}, got {head}")
@@ -722,7 +724,7 @@ def list_weights(mha: MultiHeadAttention, head: int | None) -> Iterator[Matrix]:
     for i in range(1, mha.n_head + 1) if head is None else [head]:
         for name in ("W_Q", "W_K", "W_V"):
             weight, columns = weights[f"{name}{i}"]
-            meaning = f"columns {columns.start} to {columns.stop - 1} of {name}"
+            meaning = terms["columns"].format(first=columns.start, last=columns.stop - 1, name=name)
             yield Matrix(f"{name}{i}", weight.numpy()[:, columns], meaning)
 
 
@@ -767,8 +769,8 @@ def run_walkthrough(args: argparse.Namespace) -> int:
 
 
 def add_language(option: Callable[..., Any]) -> None:
-    """Add the option of commands that show a page."""
-    option("--lang", choices=("en", "zh"), default=guess_language(), help="of the page; here: %(default)s")
+    """Add the option of commands that speak two languages."""
+    option("--lang", choices=("en", "zh"), default=guess_language(), help="of what is shown; here: %(default)s")
 
 
 def guess_language() -> str:

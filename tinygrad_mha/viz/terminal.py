@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 import sys
@@ -11,27 +13,19 @@ from unicodedata import east_asian_width
 
 import numpy as np
 
+from tinygrad_mha.arguments import check_choice
 from tinygrad_mha.data import show_token
 from tinygrad_mha.nn.gpt import GPTTrace
 from tinygrad_mha.nn.heads import NAMES, AttentionTrace
 from tinygrad_mha.tensors import Tensor, plain
 from tinygrad_mha.viz.diagram.heat import colour_of, common_factor, largest_magnitude, write_factor, write_value
+from tinygrad_mha.viz.page.document import LANGUAGES, read_page_file
 
-__all__ = ["Matrix", "print_matrices", "show"]
+__all__ = ["Matrix", "print_matrices", "read_words", "show"]
 
 MOST_ROWS = 64
 WIDTH = 100  # of output that is not a terminal
 LONGEST_HEAD = 12  # of the label of a column
-MEANINGS = {
-    "q": "the queries",
-    "k": "the keys",
-    "v": "the values",
-    "scores": "Q Kᵀ, scaled",
-    "masked": "the scores, −∞ where a query may not attend",
-    "weights": "softmax of each masked row",
-    "heads": "S V",
-    "concat": "the heads side by side",
-}
 QUERIES_IN_ROWS = ("q", "scores", "masked", "weights", "heads", "concat")
 KEYS_IN_ROWS, KEYS_IN_COLUMNS = ("k", "v"), ("scores", "masked", "weights")
 Palette = Literal["value", "attention"]
@@ -54,6 +48,7 @@ def show(
     keys: Sequence[str] | None = None,
     layer: int = 0,
     head: int | None = None,
+    lang: str = "en",
 ) -> None:
     """Print matrices: all of an attention (Q, K, V, scores, masked scores, S and H of each head; Concat), or your own.
 
@@ -69,10 +64,12 @@ def show(
         keys: the labels of the keys, for cross-attention or with a cache. Of a matrix, those of its columns.
         layer: the layer of a GPT.
         head: print this head only: 1 for Q_1, K_1, ...
+        lang: the language of the words beside the names, "en" or "zh".
 
     Raises:
         TypeError: nothing that can be printed.
-        ValueError: a batch of several sequences, an array that is no matrix, or a wrong number of labels.
+        ValueError: an unknown language, a batch of several sequences, an array that is no matrix, or a wrong number of
+            labels.
         IndexError: no such layer or head.
 
     Example:
@@ -92,9 +89,9 @@ def show(
           the  1.00  2.00  3.00
     """
     if isinstance(what, (AttentionTrace, GPTTrace)):
-        print_matrices(list_steps(what, tokens, keys, layer, head))
+        print_matrices(list_steps(what, tokens, keys, layer, head, read_words(lang)), lang)
     else:
-        print_matrices(list_matrices(what, tokens, keys))
+        print_matrices(list_matrices(what, tokens, keys), lang)
     print()  # before the matrix of the next call
 
 
@@ -121,9 +118,14 @@ def list_matrices(what: Any, tokens: Sequence[str] | None, keys: Sequence[str] |
 
 
 def list_steps(
-    trace: Any, tokens: Sequence[str] | None, keys: Sequence[str] | None, layer: int, head: int | None
+    trace: Any,
+    tokens: Sequence[str] | None,
+    keys: Sequence[str] | None,
+    layer: int,
+    head: int | None,
+    words: Mapping[str, str],
 ) -> Iterator[Matrix]:
-    """The matrices of a trace, head by head. The arguments are those of `show`, whose errors this raises."""
+    """The matrices of a trace, head by head, described in `words`. All else is as in `show`."""
     if isinstance(trace, GPTTrace):
         if not 0 <= layer < len(trace.attention):
             raise IndexError(f"layer must be 0 to {len(trace.attention) - 1}, got {layer}")
@@ -149,9 +151,9 @@ def list_steps(
             rows = keys if name in KEYS_IN_ROWS else queries
             columns = keys if name in KEYS_IN_COLUMNS else None
             palette: Palette = "attention" if name == "weights" and values.min() >= 0 else "value"
-            yield Matrix(title, values, MEANINGS[name], rows, columns, palette)
+            yield Matrix(title, values, words[name], rows, columns, palette)
     if "concat" in steps and head is None:
-        yield Matrix("Concat", steps["concat"], MEANINGS["concat"], queries)
+        yield Matrix("Concat", steps["concat"], words["concat"], queries)
 
 
 def one_sequence(step: np.ndarray) -> np.ndarray:
@@ -180,14 +182,24 @@ def choose_labels(labels: Sequence[str] | None, argument: str, n: int) -> list[s
 # Text
 
 
-def print_matrices(matrices: Iterator[Matrix] | Sequence[Matrix]) -> None:
+@functools.cache
+def read_words(lang: str) -> dict[str, str]:
+    """The words of `show` in one language.
+
+    Raises:
+        ValueError: an unknown language.
+    """
+    return json.loads(read_page_file("show_words.json"))[check_choice(lang, LANGUAGES, "lang")]
+
+
+def print_matrices(matrices: Iterator[Matrix] | Sequence[Matrix], lang: str = "en") -> None:
     """Print matrices one below the other, as wide as the terminal, in colours if there is one."""
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((WIDTH, 0)).columns
-    print("\n\n".join("\n".join(write_matrix(matrix, width, coloured)) for matrix in matrices))
+    print("\n\n".join("\n".join(write_matrix(matrix, width, coloured, read_words(lang))) for matrix in matrices))
 
 
-def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
+def write_matrix(matrix: Matrix, width: int, coloured: bool, words: Mapping[str, str]) -> Iterator[str]:
     """The lines of a matrix: its name, shape and meaning, then its rows with their labels."""
     values = matrix.values
     factor, most = common_factor(values), largest_magnitude(values)
@@ -211,7 +223,7 @@ def write_matrix(matrix: Matrix, width: int, coloured: bool) -> Iterator[str]:
         )
         yield ("  " + label + " " * (margin - columns_of(label)) + line + more).rstrip()
     if len(values) > MOST_ROWS:
-        yield f"  … {len(values) - MOST_ROWS} more rows"
+        yield f"  … {words['more_rows'].format(count=len(values) - MOST_ROWS)}"
 
 
 def count_fitting(sizes: Sequence[int], width: int) -> int:
