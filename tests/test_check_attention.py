@@ -413,17 +413,58 @@ OTHER_KINDS = {
 }
 
 
+def hide_later(scores, is_causal):
+    n, m = scores.shape[-2:]
+    return np.where(np.tri(n, m, m - n, dtype=bool), scores, -np.inf) if is_causal else scores
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_attention_by_another_similarity_has_no_fault_of_the_formula(kind):
-    verdict = tg.check.attention(lambda q, k, v: weigh(OTHER_KINDS[kind](q, k)) @ v)
+def test_attention_by_another_similarity_has_no_fault_of_the_formula(kind, is_causal):
+    verdict = tg.check.attention(lambda q, k, v: weigh(hide_later(OTHER_KINDS[kind](q, k), is_causal)) @ v)
     assert verdict.summary == "passed what applies; its formula is none that this check knows", str(verdict)
+
+
+OTHER_WEIGHTS = {
+    "sigmoids": lambda scores: 1 / (1 + np.exp(-scores)),
+    "squares of positive scores": lambda scores: np.maximum(scores, 0) ** 2,
+    "inverse distances": lambda scores: 1 / (1 + np.where(np.isinf(scores), np.inf, scores**2)),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("kind", OTHER_WEIGHTS)
+def test_attention_by_weights_that_do_not_sum_to_1_has_no_fault_of_the_formula(kind, is_causal):
+    def weighted(q, k, v):
+        return OTHER_WEIGHTS[kind](hide_later(q @ k.mT / q.shape[-1] ** 0.5, is_causal)) @ v
+
+    verdict = tg.check.attention(weighted)
+    assert verdict.ok, str(verdict)
+    assert verdict.summary.endswith("none that this check knows (weights do not sum to 1)")
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
+def test_weights_that_all_underflow_are_told_from_an_exp_that_overflows(is_causal):
+    def attend(q, k, v, scores):
+        e = np.exp(hide_later(scores(q, k), is_causal))
+        return e / e.sum(axis=-1, keepdims=True) @ v
+
+    def cause(scores):
+        (finding,) = tg.check.attention(lambda q, k, v: attend(q, k, v, scores)).failed
+        return finding.cause
+
+    assert cause(lambda q, k: -square_distances(q, k) / 2).startswith("all weights of a row underflow to 0")
+    assert cause(lambda q, k: q @ k.mT / q.shape[-1] ** 0.5).startswith("exp overflows: the largest score")
 
 
 def test_a_missing_scale_is_noticed_beside_a_bias_of_the_positions():
     def biased(q, k, v):
         return weigh(q @ k.mT - 0.5 * np.abs(np.arange(q.shape[-2])[:, None] - np.arange(k.shape[-2]))) @ v
 
-    assert "not divided by sqrt(d_k)" in str(tg.check.attention(biased))
+    finding = tg.check.attention(biased).failed[0]
+    assert "not divided by sqrt(d_k)" in finding.cause
+    q, k = finding.example["q"], finding.example["k"]
+    assert min(q.shape[-1], len(k)) > 1  # with one key, or with d_k = 1, the scale has no effect
 
 
 @pytest.mark.parametrize(("name", "says"), [("norms", "does not depend on q and k"), ("scale", "more than one key")])
@@ -471,6 +512,7 @@ def test_the_example_is_accepted_and_each_broken_one_is_caught(monkeypatch, caps
     failed = {name: [finding.name for finding in verdict.failed] for name, verdict in verdicts.items()}
     assert failed["Fading"] == []
     assert failed["FadingByShare"][0] == "causality"
+    assert len(verdicts["FadingByShare"].failed[0].example["x"]) == 3  # two rows, of which the first sees itself, pass
     assert failed["FadingFromZero"] == ["cache"]
     assert "padding" in failed["FadingOverPadding"]
     assert "FadingFromZero: FAILED (cache)" in capsys.readouterr().out

@@ -73,6 +73,7 @@ class Candidate:
         module: a copy of the module in eval mode and float64, or None for a function.
         options: those of OPTIONS that it takes, as {role: its own name}.
         printed: what it printed.
+        float_errors: "overflow", "divide by zero" and "invalid value", as NumPy noticed them in its calls.
     """
 
     def __init__(self, target: Any, inputs: tuple[Any, ...] = (), seed: int = 0, causal: bool | None = None) -> None:
@@ -83,6 +84,7 @@ class Candidate:
             raise CandidateError(f"a GPT takes token ids, not rows: {advice}")
         self.name = name_subject(target)
         self.printed = ""
+        self.float_errors: set[str] = set()
         rng = np.random.default_rng(seed)
         if inspect.isclass(target) or list(read_parameters(target))[:2] == ["config", "rng"]:
             with self.guard():
@@ -258,6 +260,9 @@ class Candidate:
                 for width in dict.fromkeys(w for w in widths if w):
                     yield ((*front, TOKENS, int(width)),) * count
 
+    def _note_float_error(self, kind: str, flag: int) -> None:
+        self.float_errors.add(kind)
+
     @contextlib.contextmanager
     def guard(self, calls: int = 1) -> Iterator[None]:
         """Keep the candidate from printing, warning, exiting and running for ever; its exceptions are one line."""
@@ -269,7 +274,7 @@ class Candidate:
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(io.StringIO()),
                 warnings.catch_warnings(),
-                np.errstate(all="ignore"),
+                np.errstate(over="call", divide="call", invalid="call", under="ignore", call=self._note_float_error),
             ):
                 warnings.simplefilter("ignore")
                 yield

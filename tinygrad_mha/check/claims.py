@@ -527,14 +527,22 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 
 def check_overflow(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """Large scores give finite numbers."""
+    c.float_errors.clear()
     y = c(*(x * 300.0 if i < 2 else x for i, x in enumerate(inputs)))
-    cause = "exp overflows, or a row sums to 0: the largest score of each row is not subtracted"
+    cause = "exp overflows, or all weights of a row underflow to 0: the largest score of each row is not subtracted"
+    if "overflow" in c.float_errors and facts.match.formula is not None:  # not that of a sigmoid, which is harmless
+        cause = "exp overflows: the largest score of each row is not subtracted before it"
+    elif c.float_errors and "overflow" not in c.float_errors:
+        cause = (
+            "all weights of a row underflow to 0, and 0 / 0 is nan: subtract the largest score of each row before exp"
+        )
     if facts.match.claim == "softmax":
         cause = "exp overflows, or a sum of weights is 0: see softmax"
     elif not np.isfinite(y).all() and not c.takes_rows:
         q, k, v = (x * 300.0 if i < 2 else x for i, x in enumerate(inputs))
         with contextlib.suppress(CandidateError):  # it takes as many queries as keys only
-            if all(np.isfinite(c(q[..., i : i + 1, :], k, v)).all() for i in range(q.shape[-2])):
+            rows = ((i, i + 1 if facts.is_causal else k.shape[-2]) for i in range(q.shape[-2]))
+            if all(np.isfinite(c(q[..., [i], :], k[..., :n, :], v[..., :n, :])).all() for i, n in rows):
                 cause = "a row is not finite beside other rows, and finite alone: the largest score, or the sum, is "
                 cause += "that of other rows too (the axis is -1, with keepdims=True)"
     require(np.isfinite(y).all(), "with queries and keys times 300 the result is not finite", cause)

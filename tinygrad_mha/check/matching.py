@@ -166,6 +166,21 @@ class Reference:
                     match = replace(match, claim="positions", cause=cause)
         return match
 
+    def follows(self, match: Match, inputs: Inputs, see: np.ndarray) -> bool:
+        """Whether the correct formula gives the result too, as for one key, where the fault has no effect."""
+        bias: Any = 0.0
+        if match.n is not None:
+            inputs = tuple(x[..., : match.n, :] for x in inputs)
+        see = see[: inputs[0].shape[-2], : inputs[-1].shape[-2]]
+        if match.n is not None:
+            q, _, v = self.project(inputs)
+            if v.shape[-1] // self._count_heads(q, self.n_kv_head) < see.shape[-1]:
+                return True  # the bias cannot be measured, so these inputs show nothing
+            bias = self.measure_bias(inputs, see)
+            if judge_distances(bias, see, q.shape[-1] // self._count_heads(q, self.n_head)):
+                return False
+        return is_equal(self.compute(match.correct, inputs, see, bias), self.candidate(*inputs))
+
     def _count_heads(self, q: np.ndarray, n: int) -> int:
         """n, or 1 if the columns of the queries are those of one head."""
         return 1 if q.shape[-1] % self.n_head else n
@@ -276,8 +291,10 @@ def fit(error: Callable[[np.ndarray], np.ndarray], starts: Iterable[np.ndarray])
 
 def judge_distances(bias: np.ndarray, see: np.ndarray, d_k: int) -> str:
     """What is wrong with what is added to the scores (..., T_q, T_k), if it falls with the distance as in ALiBi."""
+    if see[-1].sum() < 3:
+        return ""
     steps = np.diff(bias[..., -1, :][..., see[-1]]).reshape(-1, see[-1].sum() - 1)
-    if steps.shape[-1] < 2 or np.ptp(steps, axis=-1).max() > CLOSE or (np.abs(steps) < CLOSE).all():
+    if np.ptp(steps, axis=-1).max() > CLOSE or (np.abs(steps) < CLOSE).all():
         return ""
     wrong = np.flatnonzero(steps[:, 0] < -CLOSE).tolist()
     if wrong:
