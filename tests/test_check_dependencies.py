@@ -1,11 +1,14 @@
 """`check.dependencies` finds the rows that each output row depends on."""
 
 import json
+import signal
+import sys
 
 import numpy as np
 import pytest
 
 from tinygrad_mha import check, nn, ops
+from tinygrad_mha.files import python_files
 from tinygrad_mha.tensors import Tensor
 
 RNG = np.random.default_rng(0)
@@ -151,3 +154,20 @@ def test_a_mask_off_by_one_leaks_through_the_scores():
 def test_what_cannot_be_measured_is_an_error(f, x, error, message):
     with pytest.raises(error, match=message):
         check.dependencies(f, x)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the time limit needs the alarm signal")
+def test_a_function_that_does_not_return_is_stopped(monkeypatch):
+    monkeypatch.setattr(python_files, "SECONDS", 0.2)
+
+    def endless(x):
+        while True:
+            pass
+
+    with pytest.raises(RuntimeError, match="did not return within"):
+        check.dependencies(endless, X)
+
+
+def test_a_function_that_exits_is_an_error():
+    with pytest.raises(RuntimeError, match="calls sys"):
+        check.dependencies(lambda x: sys.exit(3), X)

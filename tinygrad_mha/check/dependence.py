@@ -19,7 +19,7 @@ from tinygrad_mha import engine, modes, viz
 from tinygrad_mha.arguments import as_ids
 from tinygrad_mha.check.diagnosis import find_line, quote_line
 from tinygrad_mha.check.gradient_check import find_problem, is_floating, parameters_in_float64
-from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data, name_subject
+from tinygrad_mha.check.verdict import Finding, Verdict, as_plain_data, confining, name_subject
 from tinygrad_mha.nn import Embedding
 from tinygrad_mha.nn.module import Module
 from tinygrad_mha.tensors import Tensor, plain
@@ -145,6 +145,7 @@ def dependencies(f: Any, x: Any, *, seed: int = 0) -> Dependencies:
 
     Raises:
         ValueError: `x` or f(x) has too few axes, f(x) is not finite, or two calls give different values.
+        RuntimeError: f calls sys.exit(), or takes more than 20 seconds for a call.
         TypeError: f(x) is no floating tensor, or `x` holds ids and `f` has no embedding that it calls.
 
     Example:
@@ -158,7 +159,12 @@ def dependencies(f: Any, x: Any, *, seed: int = 0) -> Dependencies:
     rng = np.random.default_rng(seed)
     subject = name_subject(f)
     mode = f.evaluating() if isinstance(f, Module) else contextlib.nullcontext()
-    with mode, parameters_in_float64(f), modes.enable_grad(), varied(f, x) as (evaluate, base):
+    with mode, parameters_in_float64(f), modes.enable_grad(), varied(f, x) as (call, base):
+
+        def evaluate(rows: Tensor) -> Any:
+            with confining():
+                return call(rows)
+
         leaf = Tensor(base, requires_grad=True, name="x")
         problem = find_problem(lambda: [check_output(evaluate(leaf))])
         if problem:
