@@ -248,7 +248,7 @@ FAULTS = {
     CountsItsOwnPositions: ("crop", "stale after crop"),
     StoresHalf: ("chunks", "dtype"),
     StoresSingle: ("chunks", "dtype"),
-    LooksAhead: ("chunks", "not causal"),
+    LooksAhead: ("chunks", "without a cache, a row changes with later tokens"),
     AppendsTwice: ("chunks", "a call with a cache fails"),
 }
 

@@ -164,6 +164,9 @@ CACHES = {
     ("np.arange(first, first + T)", "np.arange(first + bool(first), first + bool(first) + T)"): "position off by one",
     ("k, v = cache.append(k, v)", "v, k = cache.append(k, v)"): "keys and values exchanged",
     ("k, v = cache.append(k, v)", "k, v = cache.append(v, k)"): "keys and values exchanged",
+    ("k, v = cache.append(k, v)", "k, v = cache.append(q, v)"): "queries in place of keys",
+    ("k, v = cache.append(k, v)", "k, v = cache.append(k, k)"): "keys in place of values",
+    ("q.shape[-1] ** 0.5", "(first + T) ** 0.5"): "or their number is used",
     ("k, v = cache.append(k, v)", "cache.append(k, v)"): "shapes (1,5) and (1,12) not aligned",
     ("k, v = cache.append(k, v)", "k, v = cache.append(k, v); first = cache.length"): "operands could not be broadcast",
 }

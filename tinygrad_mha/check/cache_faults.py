@@ -33,6 +33,7 @@ TOLERANCE = 1e-11  # relative to the largest element, in float64: sums in anothe
 NOT_OFFSET = "position not offset: new tokens stand at 0, 1, ..., not after those in the cache"
 OFF_BY_ONE = "position off by one: new tokens stand one place too far or too near"
 OWN_KEY_MISSING = "a token missing, the newest: new tokens do not see their own key"
+LATER_MATTER = "without a cache, a row changes with later tokens: it sees them (not causal), or their number is used"
 UNKNOWN = "no fault that this check knows gives these numbers"
 UNKNOWN_WITHOUT_STEPS = f"{UNKNOWN}; it finds more if forward shows q, k, v and scores to edit"
 
@@ -193,6 +194,16 @@ def exchange_keys_and_values(case: Case) -> Iterator[np.ndarray]:
     yield recompute(case, edit=lambda step, t: other.get(step, t))
 
 
+def put_in_place(name: str, other: str) -> Predict:
+    """Use the rows of the step `other` as those of `name`."""
+
+    def predict(case: Case) -> Iterator[np.ndarray]:
+        rows = Tensor(show_steps(case, case.x[: case.stop])[other])
+        yield recompute(case, edit=lambda step, t: rows if step == name else t)
+
+    return predict
+
+
 def see_from_the_left(case: Case) -> Iterator[np.ndarray]:
     """The first query of the call sees key 0 alone, so it returns what token 0 does."""
     first = run_attention(case.attention, Tensor(case.x[:1])).numpy()
@@ -255,12 +266,14 @@ def round_numbers(case: Case) -> Iterator[np.ndarray]:
 
 
 CAUSES: dict[str, Predict] = {
-    "not causal: without a cache, tokens see later ones": lambda case: iter([recompute(case)]),
+    LATER_MATTER: lambda case: iter([recompute(case)]),
     NOT_OFFSET: put_at_the_start,
     OFF_BY_ONE: put_beside,
     "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i only": see_from_the_left,
     "cache not used: new tokens see only each other": see_only(lambda i, j, start: j >= start),
     "keys and values exchanged: the result is as if k were v, and v were k": exchange_keys_and_values,
+    "queries in place of keys: q is appended to the cache, or used, where k belongs": put_in_place("k", "q"),
+    "keys in place of values: k is appended to the cache, or used, where v belongs": put_in_place("v", "k"),
     OWN_KEY_MISSING: see_only(lambda i, j, start: j != start + i),
     "a token missing: the keys of a call are not seen in it": see_only(lambda i, j, start: j < start),
     "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, start: j != 0),
