@@ -170,6 +170,13 @@ def test_the_command_prints_what_computes_y_by_hand(capsys):
     assert names == ["X", "W_Q1", "W_K1", "W_V1", *steps, "W_O", "Y"]
 
 
+def test_a_sentence_needs_no_quotation_marks(capsys):
+    assert main(["show", "the cat sat"]) == 0
+    quoted = capsys.readouterr().out
+    assert main(["show", "the", "cat", "sat"]) == 0
+    assert capsys.readouterr().out == quoted
+
+
 def test_a_chinese_sentence_is_cut_into_characters(capsys):
     assert split_words("猫坐在 mat上。") == ["猫", "坐", "在", "mat", "上", "。"]
     assert main(["show", "猫坐下"]) == 0

@@ -356,11 +356,13 @@ def run_train(args: argparse.Namespace) -> int:
             tell_start(args)
         run = train(config, args.text, args.out, **given, **changes)
     if not args.json and ranks.rank == 0:
-        losses = [row["validation_loss"] for row in run.log.rows if "validation_loss" in row]
+        losses = [(row["step"], row["validation_loss"]) for row in run.log.rows if "validation_loss" in row]
         state, advice = "interrupted" if run.interrupted else "finished", ""
         if checkpoint is not None and checkpoint.name == f"step-{run.step}" and not run.interrupted:
             state, advice = "already finished", "; a higher --steps continues"
-        loss = f"validation loss {losses[-1]:.4f} (at first {losses[0]:.4f})"
+        (first, before), (last, now) = losses[0], losses[-1]
+        others = [f"measured at step {last}"] * (last != run.step) + [f"at first {before:.4f}"] * (last != first)
+        loss = f"validation loss {now:.4f}" + (f" ({', '.join(others)})" if others else "")
         print(f"{state} at step {run.step}{advice}; {loss}; in {args.out}")
         print(run.workers.summary)
         command = "train --resume --out" if run.interrupted else "generate"
@@ -603,7 +605,9 @@ def run_graph(args: argparse.Namespace) -> int:
         path = picture.save(args.out)
     except tg.viz.NoEngineError as error:
         hint = 'pip install "tinygrad_mha[render]" contains it; -o graph.dot writes text, which needs none'
-        raise ValueError(f"this picture needs Graphviz, which is not installed or does not work: {hint}") from error
+        raise ValueError(
+            f"this picture needs dot, the program of Graphviz, which is not installed or does not work: {hint}"
+        ) from error
     print(f"{path}: {len(picture.picture.nodes)} boxes")
     open_page(args)
     return 0
@@ -631,9 +635,17 @@ def call_function(f: Callable[..., Any], args: argparse.Namespace) -> Any:
     return y
 
 
+class JoinWords(argparse.Action):
+    """A sentence, whether or not it stands in quotation marks."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, " ".join(values))
+
+
 def add_sentence(option: Callable[..., Any]) -> None:
     """Add the options of commands that compute the attention of a sentence."""
-    option("sentence", help="words, separated by spaces, and Chinese characters (with --model: any text)")
+    words = "words, separated by spaces, and Chinese characters (with --model: any text)"
+    option("sentence", nargs="+", action=JoinWords, help=words)
     option("--heads", type=positive, help="default: 2")
     option("--widths", metavar="5x7x11", help="d_model x d_k x d_v; default: 5x7x11")
     option("--no-mask", action="store_true", help="every token may attend to all others")
