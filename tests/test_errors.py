@@ -871,6 +871,7 @@ def test_unsuitable_directions_and_functions_are_refused(call, error, words):
         (tg, "tensor", "use tg.Tensor(data)"),
         (tg, "cat", "use tg.ops.concat"),
         (tg, "manual_seed", "pass seed= or rng="),
+        (tg, "exp", "use ops.exp(x)"),
         (ops, "cat", "use ops.concat"),
         (ops, "scaled_dot_product_attention", "use ops.attention"),
         (nn, "Parameter", "use tg.Tensor(array, requires_grad=True)"),

@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             module = import_module(f"{__name__}.{package}")
             return module if name == package else getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{find_hint(name, TOP_LEVEL)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{find_hint(name, TOP_LEVEL, ops.REGISTRY)}")
 
 
 def __dir__() -> list[str]:
