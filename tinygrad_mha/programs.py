@@ -6,12 +6,12 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["discard", "end_early", "ending_quietly", "make_parser"]
+__all__ = ["discard", "end_early", "ending_quietly", "make_parser", "run_exercise"]
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:
@@ -33,6 +33,15 @@ def ending_quietly() -> Iterator[None]:
             print(end="", flush=True)  # here, where a closed output can still be handled
     except (KeyboardInterrupt, BrokenPipeError) as error:
         sys.exit(end_early(error, Path(sys.argv[0]).name))
+
+
+def run_exercise(check: Callable[[], Any], text: str | None) -> int:
+    """Print the verdict that `check` returns, and whether the exercise is solved; return its exit code."""
+    make_parser(text).parse_args()
+    verdict = check()
+    print(verdict)
+    print("solved" if verdict.ok else "not solved yet")
+    return verdict.exit_code
 
 
 def end_early(error: BaseException, name: str) -> int:

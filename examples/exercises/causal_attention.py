@@ -23,7 +23,7 @@ import sys
 import numpy as np
 
 import tinygrad_mha as tg
-from tinygrad_mha.programs import ending_quietly, make_parser
+from tinygrad_mha.programs import ending_quietly, run_exercise
 
 
 def attend(q, k, v):
@@ -50,8 +50,4 @@ def check():
 
 if __name__ == "__main__":
     with ending_quietly():
-        make_parser(__doc__).parse_args()
-        verdict = check()
-        print(verdict)
-        print("solved" if verdict.ok else "not solved yet")
-        sys.exit(verdict.exit_code)
+        sys.exit(run_exercise(check, __doc__))

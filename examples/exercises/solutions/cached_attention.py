@@ -10,7 +10,7 @@ import numpy as np
 
 import tinygrad_mha as tg
 from tinygrad_mha import nn, ops
-from tinygrad_mha.programs import ending_quietly, make_parser
+from tinygrad_mha.programs import ending_quietly, run_exercise
 
 
 class Attention(nn.Module):
@@ -85,8 +85,4 @@ def compare_with_start(y, x):
 
 if __name__ == "__main__":
     with ending_quietly():
-        make_parser(__doc__).parse_args()
-        verdict = check()
-        print(verdict)
-        print("solved" if verdict.ok else "not solved yet")
-        sys.exit(verdict.exit_code)
+        sys.exit(run_exercise(check, __doc__))
