@@ -188,18 +188,13 @@ def see_only(sees: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Predi
     return predict
 
 
-def exchange_keys_and_values(case: Case) -> Iterator[np.ndarray]:
-    steps = show_steps(case, case.x[: case.stop])
-    other = {"k": Tensor(steps["v"]), "v": Tensor(steps["k"])}
-    yield recompute(case, edit=lambda step, t: other.get(step, t))
-
-
-def put_in_place(name: str, other: str) -> Predict:
-    """Use the rows of the step `other` as those of `name`."""
+def put_in_place(**others: str) -> Predict:
+    """Use the rows of other steps as those of the steps named: `put_in_place(k="q")` uses queries as keys."""
 
     def predict(case: Case) -> Iterator[np.ndarray]:
-        rows = Tensor(show_steps(case, case.x[: case.stop])[other])
-        yield recompute(case, edit=lambda step, t: rows if step == name else t)
+        steps = show_steps(case, case.x[: case.stop])
+        rows = {name: Tensor(steps[other]) for name, other in others.items()}
+        yield recompute(case, edit=lambda step, t: rows.get(step, t))
 
     return predict
 
@@ -271,9 +266,9 @@ CAUSES: dict[str, Predict] = {
     OFF_BY_ONE: put_beside,
     "mask from the wrong corner (top-left): query i of a call sees the keys 0 to i only": see_from_the_left,
     "cache not used: new tokens see only each other": see_only(lambda i, j, start: j >= start),
-    "keys and values exchanged: the result is as if k were v, and v were k": exchange_keys_and_values,
-    "queries in place of keys: q is appended to the cache, or used, where k belongs": put_in_place("k", "q"),
-    "keys in place of values: k is appended to the cache, or used, where v belongs": put_in_place("v", "k"),
+    "keys and values exchanged: the result is as if k were v, and v were k": put_in_place(k="v", v="k"),
+    "queries in place of keys: q is appended to the cache, or used, where k belongs": put_in_place(k="q"),
+    "keys in place of values: k is appended to the cache, or used, where v belongs": put_in_place(v="k"),
     OWN_KEY_MISSING: see_only(lambda i, j, start: j != start + i),
     "a token missing: the keys of a call are not seen in it": see_only(lambda i, j, start: j < start),
     "trimmed by one: the first token in the cache is missing": see_only(lambda i, j, start: j != 0),

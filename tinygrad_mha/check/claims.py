@@ -528,7 +528,8 @@ def check_padding(c: Candidate, inputs: Inputs, facts: Facts) -> str:
 def check_overflow(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     """Large scores give finite numbers."""
     c.float_errors.clear()
-    y = c(*(x * 300.0 if i < 2 else x for i, x in enumerate(inputs)))
+    large = tuple(x * 300.0 if i < 2 else x for i, x in enumerate(inputs))
+    y = c(*large)
     cause = "exp overflows, or all weights of a row underflow to 0: the largest score of each row is not subtracted"
     if "overflow" in c.float_errors and facts.match.formula is not None:  # not that of a sigmoid, which is harmless
         cause = "exp overflows: the largest score of each row is not subtracted before it"
@@ -539,7 +540,7 @@ def check_overflow(c: Candidate, inputs: Inputs, facts: Facts) -> str:
     if facts.match.claim == "softmax":
         cause = "exp overflows, or a sum of weights is 0: see softmax"
     elif not np.isfinite(y).all() and not c.takes_rows:
-        q, k, v = (x * 300.0 if i < 2 else x for i, x in enumerate(inputs))
+        q, k, v = large
         with contextlib.suppress(CandidateError):  # it takes as many queries as keys only
             rows = ((i, i + 1 if facts.is_causal else k.shape[-2]) for i in range(q.shape[-2]))
             if all(np.isfinite(c(q[..., [i], :], k[..., :n, :], v[..., :n, :])).all() for i, n in rows):
