@@ -947,7 +947,7 @@ def run_check(args: argparse.Namespace) -> int:
       tinygrad-mha check model.py:attention --no-causal --shape 7x11 7x11 7x13
     """
     target = load_object(args.target, with_classes=True)
-    inputs = make_arrays(target, args) if args.shape else []
+    inputs = make_arrays(target, args.shape, args.seed) if args.shape else []
     verdict = attention(target, *inputs, causal=args.causal, seed=args.seed)
     print(json.dumps(verdict.to_dict()) if args.json else verdict)
     return verdict.exit_code
@@ -995,15 +995,15 @@ SHAPES = {"x": ["3x5"], "qkv": ["3x5", "3x5", "3x7"]}  # of the only input; of t
 def make_inputs(f: Any, args: argparse.Namespace) -> list[Any]:
     """The inputs of `f`: random arrays of the given shapes or of SHAPES, or its own default values."""
     if args.shape:
-        return make_arrays(f, args)
+        return make_arrays(f, args.shape, args.seed)
     parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     without = [p.name for p in positional if p.default is p.empty]
-    args.shape = SHAPES.get("".join(name[0].lower() for name in without) if len(without) > 1 else "x" * len(without))
-    if args.shape:
-        inputs = ", ".join(map(" ".join, zip(without, args.shape, strict=True)))
+    shapes = SHAPES.get("".join(name[0].lower() for name in without) if len(without) > 1 else "x" * len(without))
+    if shapes:
+        inputs = ", ".join(map(" ".join, zip(without, shapes, strict=True)))
         print(f"inputs: {inputs}; --shape takes others", file=sys.stderr)
-        return make_arrays(f, args)
+        return make_arrays(f, shapes, args.seed)
     if without or not positional:
         raise ValueError(
             f"{args.target} needs inputs: give a shape for each of {without or 'them'}, as in "
@@ -1012,13 +1012,13 @@ def make_inputs(f: Any, args: argparse.Namespace) -> list[Any]:
     return [p.default for p in positional if p.default is not None]
 
 
-def make_arrays(f: Any, args: argparse.Namespace) -> list[np.ndarray]:
-    """Random arrays of --shape.
+def make_arrays(f: Any, texts: list[str], seed: int) -> list[np.ndarray]:
+    """Random arrays of shapes as they stand in --shape.
 
     Raises:
         ValueError: `f` is a function that needs more arguments, or takes fewer.
     """
-    shapes = [parse_shape(text) for text in args.shape]
+    shapes = [parse_shape(text) for text in texts]
     if inspect.isfunction(f):
         try:
             inspect.signature(f).bind(*shapes)
@@ -1026,7 +1026,7 @@ def make_arrays(f: Any, args: argparse.Namespace) -> list[np.ndarray]:
             names = ", ".join(inspect.signature(f).parameters)
             example = f"--shape {' '.join(['7x11'] * (len(inspect.signature(f).parameters)))}"
             raise ValueError(f"give one shape for each of {names}, such as {example}: {error}") from error
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape) for shape in shapes]
 
 
